@@ -1,0 +1,159 @@
+"""Whole layer, forward and backward with every gradient, against its peers in one run.
+
+    python bench/bench_layer.py --device cpu --out bench/results/layer_cpu.json
+
+Columns are medians of interleaved rounds. D is the faster of two dense bf16 (or f32) measurements of the
+same FLOPs: six GEMMs alone, and a dense SwiGLU FFN's forward and backward.
+"""
+
+import argparse
+import shlex
+import sys
+
+import harness
+import jax
+import jax.numpy as jnp
+import peers
+import shapes
+from rich.console import Console
+from rich.table import Table
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}
+# Zipf exponent of the skewed routing: the most loaded of 64 experts gets about 5 times the mean.
+ZIPF = 0.6
+
+
+def zipf_bias(num_experts: int) -> jax.Array:
+    """[E] router bias under which expert e is chosen about in proportion to (e + 1)^-0.6."""
+    return -ZIPF * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))
+
+
+def grad_call(layer, x, params, cotangent):
+    """A call without arguments that computes y and all gradients of `layer(x, params)` in one jit."""
+
+    def loss(x, params):
+        y = layer(x, params)
+        return jnp.sum(y.astype(jnp.float32) * cotangent)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    return lambda: step(x, params)
+
+
+def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared):
+    """name -> call for one shape and precision."""
+    import dropless
+
+    dtype = DTYPES[precision]
+    cfg = dropless.MoEConfig(
+        num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_dim=shape.expert_dim,
+        precision=precision,
+        router=dropless.RouterConfig(bias=skewed),
+    )
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = dropless.init(keys[0], shape.model_dim, cfg)
+    params["experts"] = jax.tree.map(lambda w: w.astype(param_dtype), params["experts"])
+    if skewed:
+        params["router"]["bias"] = zipf_bias(shape.num_experts)
+    x = jax.random.normal(keys[1], (shape.tokens, shape.model_dim)).astype(dtype)
+    cotangent = jax.random.normal(keys[2], x.shape)
+    width = shape.experts_per_token * shape.expert_dim
+    dense = peers.dense_params(keys[3], shape.model_dim, width, dtype)
+
+    calls = {
+        "dropless": grad_call(lambda x, p: dropless.moe(x, p, cfg)[0], x, params, cotangent),
+        "dense_ffn": grad_call(lambda x, p: peers.dense_ffn(x, p, dtype), x, dense, cotangent),
+        "six_gemms": peers.six_gemms(shape.tokens, shape.model_dim, width, dtype, keys[4]),
+    }
+    if prepared:
+        ready = jax.jit(lambda p: dropless.prepare_experts(p, cfg))(params)
+        calls["dropless_prepared"] = grad_call(
+            lambda x, p: dropless.moe(x, p, cfg, prepared=ready)[0], x, params, cotangent
+        )
+    if with_ragged_dot and not skewed:
+        calls["ragged_dot"] = grad_call(
+            lambda x, p: peers.ragged_dot_layer(x, p, cfg.experts_per_token, dtype),
+            x,
+            params,
+            cotangent,
+        )
+    return calls
+
+
+def row(shape, precision, times, **extra):
+    """One result: times, TFLOP/s and the ratios users care about."""
+    ours = times["dropless"]["median_ms"]
+    dense = min(times["dense_ffn"]["median_ms"], times["six_gemms"]["median_ms"])
+    out = {
+        "shape": vars(shape),
+        "precision": precision,
+        **extra,
+        "times": times,
+        "tflops": shape.flops / ours / 1e9,
+        "dense_over_ours": dense / ours,
+        "dense_ffn_over_ours": times["dense_ffn"]["median_ms"] / ours,
+    }
+    if "ragged_dot" in times:
+        out["ragged_dot_over_ours"] = times["ragged_dot"]["median_ms"] / ours
+    return out
+
+
+def show(rows) -> None:
+    """Prints the table a person reads first."""
+    table = Table("shape", "precision", "routing", "ours ms", "TFLOP/s", "D/ours", "FFN/ours", "ragged/ours")
+    for r in rows:
+        ragged = r.get("ragged_dot_over_ours")
+        table.add_row(
+            r["shape"]["name"],
+            r["precision"],
+            r["routing"],
+            f"{r['times']['dropless']['median_ms']:.2f}",
+            f"{r['tflops']:.3g}",
+            f"{r['dense_over_ours']:.3f}",
+            f"{r['dense_ffn_over_ours']:.3f}",
+            "-" if ragged is None else f"{ragged:.1f}",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Runs the grid and writes the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
+    parser.add_argument("--shapes", nargs="*", help="names from shapes.py; all of the device's by default")
+    parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
+    parser.add_argument("--param-dtype", default="same", choices=("same", "float32", "bfloat16"))
+    parser.add_argument("--routing", nargs="*", default=["uniform"], choices=("uniform", "zipf"))
+    parser.add_argument("--no-ragged-dot", action="store_true")
+    parser.add_argument("--prepared", action="store_true", help="also time experts prepared once")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per shape and precision")
+    parser.add_argument("--out", help="result file (JSON)")
+    args = parser.parse_args()
+
+    table = shapes.CPU if args.device == "cpu" else shapes.GPU
+    rows = []
+    for name in args.shapes or table:
+        for precision in args.precisions:
+            for routing in args.routing:
+                dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
+                calls = variants(
+                    table[name],
+                    precision,
+                    dtype,
+                    routing == "zipf",
+                    not args.no_ragged_dot,
+                    args.prepared,
+                )
+                times = harness.interleave(calls, rounds=args.rounds, seconds=args.seconds, warmup=1)
+                rows.append(row(table[name], precision, times, routing=routing, params=str(jnp.dtype(dtype))))
+                show(rows[-1:])
+    show(rows)
+    if args.out:
+        command = shlex.join(["python", *sys.argv])
+        harness.write(args.out, {"environment": harness.environment(command), "layer": rows})
+
+
+if __name__ == "__main__":
+    main()

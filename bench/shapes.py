@@ -1,0 +1,43 @@
+"""Named shapes: H model width, I expert width, E experts, K experts per token, T tokens."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    tokens: int
+    model_dim: int
+    expert_dim: int
+    num_experts: int
+    experts_per_token: int
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward of a gated FFN: 18·T·K·H·I; router and data movement count nothing."""
+        return 18 * self.tokens * self.experts_per_token * self.model_dim * self.expert_dim
+
+
+# Full layers of public models, as one GPU sees them.
+GPU = {
+    s.name: s
+    for s in (
+        Shape("S1-mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+        Shape("S2-qwen3-30b", 16384, 2048, 768, 128, 8),
+        Shape("S3-qwen3-235b", 8192, 4096, 1536, 128, 8),
+        Shape("S4-olmoe", 16384, 2048, 1024, 64, 8),
+        Shape("S5-gpt-oss-20b", 8192, 2880, 2880, 32, 4),
+        Shape("S6-deepseek-v3-rank", 8192, 7168, 2048, 32, 8),
+    )
+}
+
+# Few and many experts, small and large batches, at a size two cores finish in under a second.
+CPU = {
+    s.name: s
+    for s in (
+        Shape("e8-k2-m4096", 2048, 512, 1024, 8, 2),
+        Shape("e8-k2-m16384", 8192, 512, 1024, 8, 2),
+        Shape("e64-k8-m4096", 512, 512, 512, 64, 8),
+        Shape("e64-k8-m16384", 2048, 512, 512, 64, 8),
+    )
+}
