@@ -51,6 +51,14 @@ class Decoder {
     return absent(*buffer) ? Tensor{} : view(name, *buffer);
   }
 
+  ScaleRounding scale_rounding(int32_t value) {
+    if (value != static_cast<int32_t>(ScaleRounding::kFp32) &&
+        value != static_cast<int32_t>(ScaleRounding::kPow2)) {
+      fail("scale_rounding must be 0 (fp32) or 1 (pow2), but is " + std::to_string(value));
+    }
+    return static_cast<ScaleRounding>(value);
+  }
+
   void fail(const std::string& message) {
     if (status_.ok()) {
       status_ = Status(StatusCode::kInvalidArgument, std::string(op_) + ": " + message);

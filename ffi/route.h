@@ -1,0 +1,140 @@
+// Operands, results and attributes of route, route_backward and plan.
+#pragma once
+
+#include <utility>
+
+#include "dropless/route.h"
+#include "ffi/common.h"
+
+namespace dropless::binding {
+
+inline PlanOutputs decode_plan(Decoder& d, Out& counts, Out& offsets, Out& slot_of_row,
+                               Out& row_of_slot) {
+  PlanOutputs plan;
+  plan.counts = d.out("counts", counts);
+  plan.offsets = d.out("offsets", offsets);
+  plan.slot_of_row = d.out("slot_of_row", slot_of_row);
+  plan.row_of_slot = d.out("row_of_slot", row_of_slot);
+  return plan;
+}
+
+inline RouterOptions decode_router(Decoder& d, int32_t score, int32_t score_before_topk,
+                                   int32_t renormalize, float renormalize_eps, float scale) {
+  if (score != static_cast<int32_t>(RouterScore::kSoftmax) &&
+      score != static_cast<int32_t>(RouterScore::kSigmoid)) {
+    d.fail("score must be 0 (softmax) or 1 (sigmoid), but is " + std::to_string(score));
+  }
+  RouterOptions options;
+  options.score = static_cast<RouterScore>(score);
+  options.score_before_topk = score_before_topk != 0;
+  options.renormalize = renormalize != 0;
+  options.renormalize_eps = renormalize_eps;
+  options.scale = scale;
+  return options;
+}
+
+template <class Binding>
+auto bind_router(Binding binding) {
+  return std::move(binding)
+      .template Attr<int32_t>("score")
+      .template Attr<int32_t>("score_before_topk")
+      .template Attr<int32_t>("renormalize")
+      .template Attr<float>("renormalize_eps")
+      .template Attr<float>("scale");
+}
+
+struct Plan {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<ffi::AnyBuffer>()  // ids [T, K]
+        .template Ret<ffi::AnyBuffer>()  // counts [E]
+        .template Ret<ffi::AnyBuffer>()  // offsets [E+1]
+        .template Ret<ffi::AnyBuffer>()  // slot_of_row [M]
+        .template Ret<ffi::AnyBuffer>()  // row_of_slot [T, K]
+        .template Attr<int64_t>("capacity");
+  }
+
+  static PlanArgs decode(Decoder& d, In ids, Out counts, Out offsets, Out slot_of_row,
+                         Out row_of_slot, int64_t capacity) {
+    PlanArgs args;
+    args.ids = d.in("ids", ids);
+    args.capacity = capacity;
+    args.plan = decode_plan(d, counts, offsets, slot_of_row, row_of_slot);
+    return args;
+  }
+};
+
+struct Route {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return bind_router(std::move(binding)
+                           .template Arg<ffi::AnyBuffer>()   // logits [T, E]
+                           .template Arg<ffi::AnyBuffer>()   // selection_bias [E] or (0,)
+                           .template Arg<ffi::AnyBuffer>()   // mask [T] or (0,)
+                           .template Ret<ffi::AnyBuffer>()   // ids [T, K]
+                           .template Ret<ffi::AnyBuffer>()   // weights [T, K]
+                           .template Ret<ffi::AnyBuffer>()   // prob_sum [E]
+                           .template Ret<ffi::AnyBuffer>()   // sums [2]
+                           .template Ret<ffi::AnyBuffer>()   // counters [2]
+                           .template Ret<ffi::AnyBuffer>()   // counts [E]
+                           .template Ret<ffi::AnyBuffer>()   // offsets [E+1]
+                           .template Ret<ffi::AnyBuffer>()   // slot_of_row [M]
+                           .template Ret<ffi::AnyBuffer>())  // row_of_slot [T, K]
+        .template Attr<int64_t>("capacity");
+  }
+
+  static RouteArgs decode(Decoder& d, In logits, In selection_bias, In mask, Out ids, Out weights,
+                          Out prob_sum, Out sums, Out counters, Out counts, Out offsets,
+                          Out slot_of_row, Out row_of_slot, int32_t score,
+                          int32_t score_before_topk, int32_t renormalize, float renormalize_eps,
+                          float scale, int64_t capacity) {
+    RouteArgs args;
+    args.options =
+        decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    args.logits = d.in("logits", logits);
+    args.selection_bias = d.optional_in("selection_bias", selection_bias);
+    args.mask = d.optional_in("mask", mask);
+    args.capacity = capacity;
+    args.ids = d.out("ids", ids);
+    args.weights = d.out("weights", weights);
+    args.prob_sum = d.out("prob_sum", prob_sum);
+    args.sums = d.out("sums", sums);
+    args.counters = d.out("counters", counters);
+    args.plan = decode_plan(d, counts, offsets, slot_of_row, row_of_slot);
+    return args;
+  }
+};
+
+struct RouteBackward {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return bind_router(std::move(binding)
+                           .template Arg<ffi::AnyBuffer>()    // logits [T, E]
+                           .template Arg<ffi::AnyBuffer>()    // mask [T] or (0,)
+                           .template Arg<ffi::AnyBuffer>()    // ids [T, K]
+                           .template Arg<ffi::AnyBuffer>()    // d_weights [T, K]
+                           .template Arg<ffi::AnyBuffer>()    // d_prob_sum [E]
+                           .template Arg<ffi::AnyBuffer>()    // d_sums [2]
+                           .template Ret<ffi::AnyBuffer>());  // d_logits [T, E]
+  }
+
+  static RouteBackwardArgs decode(Decoder& d, In logits, In mask, In ids, In d_weights,
+                                  In d_prob_sum, In d_sums, Out d_logits, int32_t score,
+                                  int32_t score_before_topk, int32_t renormalize,
+                                  float renormalize_eps, float scale) {
+    RouteBackwardArgs args;
+    args.options =
+        decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    args.logits = d.in("logits", logits);
+    args.mask = d.optional_in("mask", mask);
+    args.ids = d.in("ids", ids);
+    args.d_weights = d.in("d_weights", d_weights);
+    args.d_prob_sum = d.in("d_prob_sum", d_prob_sum);
+    args.d_sums = d.in("d_sums", d_sums);
+    args.d_logits = d.out("d_logits", d_logits);
+    return args;
+  }
+};
+
+}  // namespace dropless::binding
