@@ -20,6 +20,23 @@ namespace dropless::cuda {
 
 using Stream = CUstream_st*;  // a cudaStream_t, without the CUDA headers
 
+// Routing. At most this many experts, and choices of one token.
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxExpertsPerToken = 32;
+int64_t route_workspace_bytes(const RouteArgs& args);
+int64_t plan_workspace_bytes(const PlanArgs& args);
+Status route(const RouteArgs& args, Tensor workspace, Stream stream);
+Status plan(const PlanArgs& args, Tensor workspace, Stream stream);
+
+// These need no workspace, and read none that is given.
+Status route_backward(const RouteBackwardArgs& args, Tensor workspace, Stream stream);
+Status permute(const PermuteArgs& args, Tensor workspace, Stream stream);
+Status combine(const CombineArgs& args, Tensor workspace, Stream stream);
+Status combine_backward(const CombineBackwardArgs& args, Tensor workspace, Stream stream);
+Status group_sum(const GroupSumArgs& args, Tensor workspace, Stream stream);
+Status quantize_rows(const QuantizeRowsArgs& args, Tensor workspace, Stream stream);
+Status quantize_weight(const QuantizeWeightArgs& args, Tensor workspace, Stream stream);
+
 // Products over the experts' rows.
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmArgs& args);
 int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args);
