@@ -1,0 +1,142 @@
+#include "dropless/experts.h"
+
+#include <string>
+
+#include "core/checker.h"
+
+namespace dropless {
+namespace {
+
+void check_activation(Checker& c, const ActivationOptions& activation) {
+  const int kind = static_cast<int>(activation.kind);
+  c.that(kind >= 0 && kind <= 2,
+         "'activation' must be 0 (silu), 1 (gelu) or 2 (gelu_tanh), got " + std::to_string(kind));
+}
+
+void let_scale_blocks(Checker& c) {
+  c.let("ceil(H/128)", ceil_div(c.value("H"), kScaleBlock));
+  c.let("ceil(I/128)", ceil_div(c.value("I"), kScaleBlock));
+}
+
+// Pre-activations as expert_up stores them for operands of dtype `operands`.
+void check_h(Checker& c, DType operands, const ConstTensor& h, const ConstTensor& h_scale) {
+  if (operands == DType::kF32) {
+    c.require("h", h, {DType::kF32}, {"M", "2", "I"});
+  } else {
+    c.require("h", h, {DType::kBF16, DType::kF8E4M3}, {"M", "2", "I"});
+  }
+  if (h.dtype == DType::kF8E4M3) {
+    c.require("h_scale", h_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+  } else {
+    c.absent("h_scale", h_scale, "used only when h is float8_e4m3fn");
+  }
+}
+
+void check_offsets(Checker& c, const ConstTensor& offsets) {
+  c.let("E+1", c.value("E") + 1);
+  c.require("offsets", offsets, {DType::kI32}, {"E+1"});
+}
+
+}  // namespace
+
+Status check(const ExpertUpArgs& args) {
+  Checker c("expert_up");
+  check_activation(c, args.activation);
+  c.that(args.experts_per_token >= 1,
+         "'experts_per_token' must be at least 1, got " + std::to_string(args.experts_per_token));
+  const DType operands = args.x.dtype;
+  c.require("x", args.x, {DType::kF32, DType::kBF16, DType::kF8E4M3}, {"T", "H"});
+  const bool t = args.weights_transposed;
+  const auto weight = [&](const char* name, const ConstTensor& w) {
+    t ? c.require(name, w, {operands}, {"E", "I", "H"})
+      : c.require(name, w, {operands}, {"E", "H", "I"});
+  };
+  weight("gate", args.gate);
+  weight("up", args.up);
+  let_scale_blocks(c);
+  if (operands == DType::kF8E4M3) {
+    c.require("x_scale", args.x_scale, {DType::kF32}, {"T", "ceil(H/128)"});
+    const auto scale = [&](const char* name, const ConstTensor& s) {
+      t ? c.require(name, s, {DType::kF32}, {"E", "ceil(I/128)", "ceil(H/128)"})
+        : c.require(name, s, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
+    };
+    scale("gate_scale", args.gate_scale);
+    scale("up_scale", args.up_scale);
+  } else {
+    c.absent("x_scale", args.x_scale, "used only when x is float8_e4m3fn");
+    c.absent("gate_scale", args.gate_scale, "used only when gate is float8_e4m3fn");
+    c.absent("up_scale", args.up_scale, "used only when up is float8_e4m3fn");
+  }
+  c.optional("gate_bias", args.gate_bias, {DType::kF32}, {"E", "I"});
+  c.optional("up_bias", args.up_bias, {DType::kF32}, {"E", "I"});
+  check_offsets(c, args.offsets);
+  c.require("slot_of_row", args.slot_of_row, {DType::kI32}, {"M"});
+  if (args.h.given()) {
+    check_h(c, operands, args.h, args.h_scale);
+  } else {
+    c.absent("h_scale", args.h_scale, "used only when h is given");
+  }
+  c.require("a", args.a, {operands}, {"M", "I"});
+  if (operands == DType::kF8E4M3) {
+    c.require("a_scale", args.a_scale, {DType::kF32}, {"M", "ceil(I/128)"});
+  } else {
+    c.absent("a_scale", args.a_scale, "used only when a is float8_e4m3fn");
+  }
+  return c.status();
+}
+
+Status check(const ExpertDownBackwardArgs& args) {
+  Checker c("expert_down_backward");
+  check_activation(c, args.activation);
+  const DType operands = args.dy.dtype;
+  const DType result = operands == DType::kF32 ? DType::kF32 : DType::kBF16;
+  c.require("dy", args.dy, {DType::kF32, DType::kBF16, DType::kF8E4M3}, {"T", "H"});
+  c.require("down", args.down, {operands}, {"E", "I", "H"});
+  let_scale_blocks(c);
+  if (operands == DType::kF8E4M3) {
+    c.require("dy_scale", args.dy_scale, {DType::kF32}, {"T", "ceil(H/128)"});
+    c.require("down_scale", args.down_scale, {DType::kF32}, {"E", "ceil(I/128)", "ceil(H/128)"});
+  } else {
+    c.absent("dy_scale", args.dy_scale, "used only when dy is float8_e4m3fn");
+    c.absent("down_scale", args.down_scale, "used only when down is float8_e4m3fn");
+  }
+  c.optional("down_bias", args.down_bias, {DType::kF32}, {"E", "H"});
+  check_h(c, operands, args.h, args.h_scale);
+  c.require("weights", args.weights, {DType::kF32}, {"T", "K"});
+  check_offsets(c, args.offsets);
+  c.require("slot_of_row", args.slot_of_row, {DType::kI32}, {"M"});
+  c.require("dh", args.dh, {result}, {"M", "2", "I"});
+  if (args.dh_q.given()) {
+    c.require("dh_q", args.dh_q, {DType::kF8E4M3}, {"M", "2", "I"});
+    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+  } else {
+    c.absent("dh_scale", args.dh_scale, "used only with dh_q");
+  }
+  c.require("pa", args.pa, {result}, {"M", "I"});
+  c.require("d_weights", args.d_weights, {DType::kF32}, {"T", "K"});
+  return c.status();
+}
+
+Status check(const ExpertUpBackwardArgs& args) {
+  Checker c("expert_up_backward");
+  const DType operands = args.dh.dtype;
+  c.require("dh", args.dh, {DType::kF32, DType::kBF16, DType::kF8E4M3}, {"M", "2", "I"});
+  c.require("gate", args.gate, {operands}, {"E", "H", "I"});
+  c.require("up", args.up, {operands}, {"E", "H", "I"});
+  let_scale_blocks(c);
+  if (operands == DType::kF8E4M3) {
+    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+    c.require("gate_scale", args.gate_scale, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
+    c.require("up_scale", args.up_scale, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
+  } else {
+    c.absent("dh_scale", args.dh_scale, "used only when dh is float8_e4m3fn");
+    c.absent("gate_scale", args.gate_scale, "used only when gate is float8_e4m3fn");
+    c.absent("up_scale", args.up_scale, "used only when up is float8_e4m3fn");
+  }
+  check_offsets(c, args.offsets);
+  c.require("dx_rows", args.dx_rows, {operands == DType::kF32 ? DType::kF32 : DType::kBF16},
+            {"M", "H"});
+  return c.status();
+}
+
+}  // namespace dropless

@@ -1,0 +1,159 @@
+#include "dropless/experts.h"
+
+#include <vector>
+
+#include "dropless/quantize.h"
+#include "reference/activation.h"
+#include "reference/operand.h"
+
+namespace dropless::reference {
+namespace {
+
+using Values = std::vector<double>;
+
+// Writes values [rows, width] to a float32 or bfloat16 tensor of that many elements, or quantises
+// them in 1x128 blocks if the tensor is float8.
+Status write_rows(const Values& values, int64_t rows, int64_t width, ScaleRounding rounding,
+                  const Tensor& out, const Tensor& scale) {
+  if (out.dtype != DType::kF8E4M3) {
+    for (size_t i = 0; i < values.size(); ++i) store(out, static_cast<int64_t>(i), values[i]);
+    return Status();
+  }
+  std::vector<float> rounded(values.begin(), values.end());
+  QuantizeRowsArgs args;
+  args.x = ConstTensor{rounded.data(), DType::kF32, 2, {rows, width}};
+  args.scale_rounding = rounding;
+  args.q = Tensor{out.data, DType::kF8E4M3, 2, {rows, width}};
+  args.scale = Tensor{scale.data, DType::kF32, 2, {rows, ceil_div(width, kScaleBlock)}};
+  return quantize_rows(args);
+}
+
+// h rounded to the type it is stored in, which is bfloat16 for FP8 operands too.
+double round_h(double h, DType operands) {
+  const float rounded = static_cast<float>(h);
+  return operands == DType::kF32 ? rounded : round_to_bf16(rounded);
+}
+
+}  // namespace
+
+Status expert_up(const ExpertUpArgs& args) {
+  if (const Status status = check(args); !status.ok()) return status;
+  const int64_t tokens = args.x.dims[0];
+  const int64_t width = args.x.dims[1];   // H
+  const int64_t rows = args.a.dims[0];    // M
+  const int64_t hidden = args.a.dims[1];  // I
+  const int64_t num_experts = args.gate.dims[0];
+  Values h(rows * 2 * hidden, 0.0);  // [M, 2, I]
+  Values a(rows * hidden, 0.0);      // [M, I]
+
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    for (int64_t row = range.begin; row < range.end; ++row) {
+      const int64_t token =
+          token_of_slot(args.slot_of_row.as<int32_t>()[row], args.experts_per_token, tokens);
+      const auto pre_activation = [&](const ConstTensor& w, const ConstTensor& w_scale,
+                                      const ConstTensor& bias, int64_t i) {
+        double sum = bias.given() ? load(bias, row_index(e, i, hidden)) : 0.0;
+        for (int64_t k = 0; token >= 0 && k < width; ++k) {
+          const double weight = args.weights_transposed ? matrix_element(w, w_scale, e, i, k)
+                                                        : matrix_element(w, w_scale, e, k, i);
+          sum += row_element(args.x, args.x_scale, token, k, width) * weight;
+        }
+        return sum;
+      };
+      for (int64_t i = 0; i < hidden; ++i) {
+        const double gate = pre_activation(args.gate, args.gate_scale, args.gate_bias, i);
+        const double up = pre_activation(args.up, args.up_scale, args.up_bias, i);
+        h[(row * 2 + 0) * hidden + i] = gate;
+        h[(row * 2 + 1) * hidden + i] = up;
+        a[row * hidden + i] = activation(args.activation.kind, round_h(gate, args.x.dtype)) *
+                              round_h(up, args.x.dtype);
+      }
+    }
+  }
+  if (args.h.given()) {
+    const Status status =
+        write_rows(h, rows * 2, hidden, args.scale_rounding, args.h, args.h_scale);
+    if (!status.ok()) return status;
+  }
+  return write_rows(a, rows, hidden, args.scale_rounding, args.a, args.a_scale);
+}
+
+Status expert_down_backward(const ExpertDownBackwardArgs& args) {
+  if (const Status status = check(args); !status.ok()) return status;
+  const int64_t tokens = args.dy.dims[0];
+  const int64_t width = args.dy.dims[1];  // H
+  const int64_t rows = args.h.dims[0];    // M
+  const int64_t hidden = args.h.dims[2];  // I
+  const int64_t per_token = args.weights.dims[1];
+  const int64_t num_experts = args.down.dims[0];
+  Values dh(rows * 2 * hidden, 0.0);  // [M, 2, I]
+  Values pa(rows * hidden, 0.0);      // [M, I]
+  for (int64_t slot = 0; slot < args.d_weights.size(); ++slot) store(args.d_weights, slot, 0.0);
+
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    for (int64_t row = range.begin; row < range.end; ++row) {
+      const int64_t slot = args.slot_of_row.as<int32_t>()[row];
+      const int64_t token = token_of_slot(slot, per_token, tokens);
+      if (token < 0) continue;
+      const double p = load(args.weights, slot);
+      const auto dy = [&](int64_t k) {
+        return row_element(args.dy, args.dy_scale, token, k, width);
+      };
+      double d_weight = 0;
+      for (int64_t k = 0; args.down_bias.given() && k < width; ++k) {
+        d_weight += dy(k) * load(args.down_bias, row_index(e, k, width));
+      }
+      for (int64_t i = 0; i < hidden; ++i) {
+        double da = 0;  // of the product before p
+        for (int64_t k = 0; k < width; ++k) {
+          da += dy(k) * matrix_element(args.down, args.down_scale, e, i, k);
+        }
+        const double gate = row_element(args.h, args.h_scale, row * 2 + 0, i, hidden);
+        const double up = row_element(args.h, args.h_scale, row * 2 + 1, i, hidden);
+        const double act = activation(args.activation.kind, gate);
+        dh[(row * 2 + 0) * hidden + i] =
+            p * da * up * activation_derivative(args.activation.kind, gate);
+        dh[(row * 2 + 1) * hidden + i] = p * da * act;
+        pa[row * hidden + i] = p * act * up;
+        d_weight += da * act * up;
+      }
+      store(args.d_weights, slot, d_weight);
+    }
+  }
+  const ScaleRounding rounding = args.scale_rounding;
+  if (args.dh_q.given()) {
+    const Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh_q, args.dh_scale);
+    if (!status.ok()) return status;
+  }
+  const Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh, Tensor());
+  return status.ok() ? write_rows(pa, rows, hidden, rounding, args.pa, Tensor()) : status;
+}
+
+Status expert_up_backward(const ExpertUpBackwardArgs& args) {
+  if (const Status status = check(args); !status.ok()) return status;
+  const int64_t rows = args.dh.dims[0];     // M
+  const int64_t hidden = args.dh.dims[2];   // I
+  const int64_t width = args.gate.dims[1];  // H
+  const int64_t num_experts = args.gate.dims[0];
+  for (int64_t i = 0; i < rows * width; ++i) store(args.dx_rows, i, 0.0);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    for (int64_t row = range.begin; row < range.end; ++row) {
+      for (int64_t k = 0; k < width; ++k) {
+        double sum = 0;
+        for (int64_t i = 0; i < hidden; ++i) {
+          sum += row_element(args.dh, args.dh_scale, row * 2 + 0, i, hidden) *
+                 matrix_element(args.gate, args.gate_scale, e, k, i);
+          sum += row_element(args.dh, args.dh_scale, row * 2 + 1, i, hidden) *
+                 matrix_element(args.up, args.up_scale, e, k, i);
+        }
+        store(args.dx_rows, row_index(row, k, width), sum);
+      }
+    }
+  }
+  return Status();
+}
+
+}  // namespace dropless::reference
