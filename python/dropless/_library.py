@@ -1,4 +1,4 @@
-"""Finds and loads the shared libraries, checks that they fit the running jaxlib, registers the XLA targets.
+"""Loads the shared libraries, checks that they fit the running jaxlib, registers the XLA targets.
 
 All of it happens when this module is imported. No JAX backend is initialised by it, so
 ``jax.distributed.initialize`` still works afterwards.
@@ -35,10 +35,6 @@ OPS = (
 # The number in every target's name (ffi/contract.h); this Python code makes calls of this contract.
 CONTRACT = 1
 
-# The CUDA release that the library is built with, and the first driver branch that serves it.
-CUDA_RELEASE = (13, 0)
-OLDEST_DRIVER = 580
-
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 
 
@@ -60,7 +56,7 @@ def target(op: str) -> str:
 
 
 def find(name: str, package: pathlib.Path = _PACKAGE) -> pathlib.Path | None:
-    """Path of a shared library: beside this module in an installed package, or in the tree's build folder."""
+    """Path of a library: beside this module, as installed, or in a source tree's build folder."""
     in_tree = package.parent.parent
     candidates = [package / name]
     if (in_tree / "CMakeLists.txt").is_file():
@@ -69,7 +65,7 @@ def find(name: str, package: pathlib.Path = _PACKAGE) -> pathlib.Path | None:
 
 
 def runtime_ffi_api(include_dir: str | pathlib.Path) -> tuple[int, int] | None:
-    """FFI API (major, minor) of the jaxlib whose headers lie in ``include_dir``; None if there are none."""
+    """FFI API (major, minor) of a jaxlib by its headers in ``include_dir``; None without them."""
     header = pathlib.Path(include_dir) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.is_file():
         return None
@@ -83,15 +79,15 @@ def runtime_ffi_api(include_dir: str | pathlib.Path) -> tuple[int, int] | None:
 def check_ffi_api(build: tuple[int, int], runtime: tuple[int, int] | None, jaxlib: str) -> None:
     """Raises ImportError when a jaxlib would refuse handlers of this build.
 
-    A runtime accepts handlers of its own FFI API and of older ones. It refuses newer ones, on CUDA as late
-    as the first call, with "No FFI handler registered"; hence this check.
+    A runtime accepts handlers of its own FFI API and of older ones. It refuses newer ones, on CUDA
+    as late as the first call, with "No FFI handler registered"; hence this check.
     """
     if runtime is None or build <= runtime:
         return
     raise ImportError(
-        f"Dropless was built for XLA FFI API {build[0]}.{build[1]}, but jaxlib {jaxlib} has XLA FFI API "
-        f"{runtime[0]}.{runtime[1]}, which is older. Install a newer jax (pip install -U jax jaxlib), or "
-        f"build Dropless from source against this jaxlib's headers."
+        f"Dropless was built for XLA FFI API {build[0]}.{build[1]}, but jaxlib {jaxlib} has XLA "
+        f"FFI API {runtime[0]}.{runtime[1]}, which is older. Install a newer jax (pip install -U jax "
+        f"jaxlib), or build Dropless from source against this jaxlib's headers."
     )
 
 
@@ -99,24 +95,26 @@ def check_contract(build: int, path: pathlib.Path) -> None:
     """Raises ImportError when a library was built from another version of the binding."""
     if build != CONTRACT:
         raise ImportError(
-            f"{path} implements contract {build} of Dropless' XLA targets, but this Python code calls "
-            f"contract {CONTRACT}. They come from different versions: reinstall dropless, or rebuild the "
-            f"library (make build)."
+            f"{path} implements contract {build} of Dropless' XLA targets, but this Python code "
+            f"calls contract {CONTRACT}. They come from different versions: reinstall dropless, or "
+            f"rebuild the library (make build)."
         )
 
 
-def check_driver(driver: int) -> str:
-    """Why a CUDA driver cannot serve the library; empty if it can.
+def check_driver(build: int, driver: int) -> str:
+    """Why a CUDA driver cannot serve the CUDA library; empty if it can.
 
     Args:
-      driver: CUDA version of the driver as ``cuDriverGetVersion`` gives it, 1000 * major + 10 * minor.
+      build: CUDA release of the library, 1000 * major + 10 * minor.
+      driver: newest CUDA release that the driver supports, as ``cuDriverGetVersion`` counts it.
     """
-    have = (driver // 1000, driver % 1000 // 10)
-    if have >= CUDA_RELEASE:
+    # Within one major release, machine code of a newer minor runs on an older driver.
+    if driver // 1000 >= build // 1000:
         return ""
+    build_text, driver_text = (f"{v // 1000}.{v % 1000 // 10}" for v in (build, driver))
     return (
-        f"the NVIDIA driver supports CUDA {have[0]}.{have[1]}, but Dropless was built with CUDA "
-        f"{CUDA_RELEASE[0]}.{CUDA_RELEASE[1]}, which needs driver {OLDEST_DRIVER} or newer"
+        f"the installed NVIDIA driver supports CUDA {driver_text} at most, but Dropless was built "
+        f"with CUDA {build_text}; install a newer driver (CUDA 13 needs 580 or newer)"
     )
 
 
@@ -131,7 +129,9 @@ def _register(library: ctypes.CDLL, path: pathlib.Path, platform: str) -> None:
         try:
             handler = getattr(library, target(op))
         except AttributeError:
-            raise ImportError(f"{path} has no handler {target(op)}: rebuild it (make build).") from None
+            raise ImportError(
+                f"{path} has no handler {target(op)}: rebuild it (make build)."
+            ) from None
         jax.ffi.register_ffi_target(target(op), jax.ffi.pycapsule(handler), platform=platform)
 
 
@@ -153,11 +153,12 @@ def _load_cuda() -> tuple[pathlib.Path | None, ctypes.CDLL | None, str]:
     version = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return path, None, "the NVIDIA driver does not tell its version"
-    problem = check_driver(version.value)
+    library = _open(path)
+    problem = check_driver(library.dropless_cuda_release(), version.value)
     if problem:
         warnings.warn(f"Dropless cannot use the GPU: {problem}.", RuntimeWarning, stacklevel=2)
         return path, None, problem
-    return path, _open(path), ""
+    return path, library, ""
 
 
 def load() -> Libraries:
@@ -167,14 +168,14 @@ def load() -> Libraries:
       The loaded libraries.
 
     Raises:
-      ImportError: no CPU library is found, it does not fit this jaxlib, or it belongs to another version
-        of this Python code.
+      ImportError: no CPU library is found, it does not fit this jaxlib, or it belongs to another
+        version of this Python code.
     """
     cpu_path = find("libdropless_cpu.so")
     if cpu_path is None:
         raise ImportError(
-            f"libdropless_cpu.so is neither in {_PACKAGE} nor in a build folder beside it. Install the "
-            f"dropless wheel, or run `make build` in the source tree."
+            f"libdropless_cpu.so is neither in {_PACKAGE} nor in a build folder beside it. Install "
+            f"the dropless wheel, or run `make build` in the source tree."
         )
     cpu = _open(cpu_path)
     cuda_path, cuda, cuda_absent_because = _load_cuda()
