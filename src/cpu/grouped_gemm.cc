@@ -1,0 +1,40 @@
+#include "dropless/grouped_gemm.h"
+
+#include "core/index.h"
+#include "cpu/row_gemm.h"
+
+namespace dropless::cpu {
+namespace {
+
+class GroupedGemm final : public RowGemm {
+ public:
+  explicit GroupedGemm(const GroupedGemmArgs& args)
+      : RowGemm(RowSource(args.lhs), args.lhs_scale, args.offsets, args.lhs.dims[0]), args_(args) {
+    add_matrix(args.rhs, args.rhs_scale, args.rhs_transposed);
+  }
+
+  void store(const GemmStrip& strip) const override {
+    const float* bias =
+        args_.bias.given() ? args_.bias.as<float>() + row_index(strip.group, strip.n0, n) : nullptr;
+    for (int i = 0; i < strip.rows; ++i) {
+      float* c = strip.c + i * strip.ldc;
+      if (bias != nullptr) ops().add(bias, c, strip.cols);
+      const int64_t row = first_row(strip.group) + strip.m0 + i;
+      write_values(ops(), args_.out, row_index(row, strip.n0, n), c, strip.cols);
+    }
+  }
+
+ private:
+  const GroupedGemmArgs& args_;
+};
+
+}  // namespace
+
+Status grouped_gemm(const GroupedGemmArgs& args, Executor& executor) {
+  if (Status status = check(args); !status.ok()) return status;
+  clear_rows_outside(args.offsets, args.out);
+  GroupedGemm(args).run(executor);
+  return Status();
+}
+
+}  // namespace dropless::cpu

@@ -1,0 +1,160 @@
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/index.h"
+#include "cpu/row_gemm.h"
+#include "cpu/scratch.h"
+#include "dropless/grouped_gemm.h"
+#include "dropless/quantize.h"
+
+namespace dropless::cpu {
+namespace {
+
+// dw[e] = x^T dy over the rows of expert e: the groups lie on the contraction, so each has its own k.
+class GroupedWgrad final : public GemmProblem {
+ public:
+  explicit GroupedWgrad(const GroupedWgradArgs& args)
+      : args_(args),
+        kernels_(kernels()),
+        x_(source(args.x, args.gather == Gather::kLhs)),
+        dy_(source(args.dy, args.gather == Gather::kRhs)) {
+    const int64_t rows = args.gather == Gather::kLhs ? args.dy.dims[0] : args.x.dims[0];
+    for (int64_t e = 0; e < args.dw[0].dims[0]; ++e) {
+      const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+      groups.push_back({e, args.x.dims[1], range.size()});
+      first_row_.push_back(range.begin);
+    }
+    n = args.dy.dims[2];
+    n_segments = static_cast<int>(args.dy.dims[1]);
+    scaled = args.fp8;
+  }
+
+  void run(Executor& executor) const {
+    const bool f32 = args_.x.dtype == DType::kF32 && !args_.fp8;
+    run_gemm(*this, f32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows, executor);
+  }
+
+  void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int count,
+              const KBlock& block, void* panel, float* scales) const override {
+    const void* const* rows = rows_of(x_, group, block);
+    if (!args_.fp8) {
+      kernel.pack_a_transposed(rows, m0, count, block.length, panel);
+      return;
+    }
+    for (int64_t k = 0; k < block.length; k += kScaleBlock) {
+      const int64_t depth = std::min(kScaleBlock, block.length - k);
+      float* scale = scales + k / kScaleBlock * kernel.mr;
+      const void* const* codes = quantized(rows + k, depth, m0, count, scale);
+      std::fill(scale + count, scale + kernel.mr, 0.0f);
+      kernel.pack_a_transposed(codes, 0, count, depth,
+                               static_cast<char*>(panel) + k * kernel.mr * kernel.element_bytes);
+    }
+  }
+
+  void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
+              int64_t count, const KBlock& block, void* panels, int64_t panel_bytes, float* scales,
+              int64_t scale_stride) const override {
+    const void* const* rows = rows_of(dy_, group, block);
+    char* out = static_cast<char*>(panels);
+    for (int64_t k = 0; k < block.length; k += kScaleBlock) {
+      const int64_t depth = std::min(kScaleBlock, block.length - k);
+      const void* const* source = rows + k;
+      int64_t offset = segment * n + n0;
+      if (args_.fp8) {
+        float* scale = scales + k / kScaleBlock * scale_stride;
+        source = quantized(source, depth, offset, count, scale);
+        offset = 0;
+        std::fill(scale + count, scale + ceil_div(count, kernel.nr) * kernel.nr, 0.0f);
+      }
+      for (int64_t j = 0; j < count; j += kernel.nr) {
+        kernel.pack_b(source, offset + j, static_cast<int>(std::min<int64_t>(kernel.nr, count - j)),
+                      depth, out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
+      }
+    }
+  }
+
+  void store(const GemmStrip& strip) const override {
+    const int64_t kc = args_.x.dims[1];
+    for (int s = 0; s < n_segments; ++s) {
+      const Tensor& dw = args_.dw[s];
+      for (int i = 0; i < strip.rows; ++i) {
+        float* c = strip.c + i * strip.ldc + s * strip.segment_stride;
+        const int64_t index = matrix_index(strip.group, strip.m0 + i, strip.n0, kc, n);
+        if (args_.accumulate) add_old(dw, index, strip.cols, c);
+        write_values(*kernels_.rows, dw, index, c, strip.cols);
+      }
+    }
+  }
+
+ private:
+  RowSource source(const ConstTensor& x, bool gather) const {
+    return gather ? RowSource(x, args_.slot_of_row, args_.experts_per_token) : RowSource(x);
+  }
+
+  // Pointers to the rows of a K block; valid until the thread's next call.
+  const void* const* rows_of(const RowSource& x, const GemmGroup& group, const KBlock& block) const {
+    static thread_local std::vector<const void*> rows;  // <= k_block
+    rows.resize(block.length);
+    const int64_t first = first_row_[group.index] + block.begin;
+    for (int64_t i = 0; i < block.length; ++i) rows[i] = x.row(first + i);
+    return rows.data();
+  }
+
+  // Columns [offset, offset + count) of <= 128 rows as bfloat16 e4m3 codes with a scale a column.
+  const void* const* quantized(const void* const* rows, int64_t depth, int64_t offset, int64_t count,
+                               float* scale) const {
+    static thread_local Scratch scratch;  // <= 128 * (256 * 6 + 8) + 1024 bytes
+    static thread_local const void* pointers[kScaleBlock];
+    float* values = reinterpret_cast<float*>(scratch.reserve((depth * 6 + 4) * count));  // [depth, count]
+    float* inverse = values + depth * count;                                             // [count]
+    auto* codes = reinterpret_cast<uint16_t*>(inverse + count);                          // [depth, count]
+    const RowOps& ops = *kernels_.rows;
+    for (int64_t i = 0; i < depth; ++i) {
+      if (args_.x.dtype == DType::kF32) {
+        std::memcpy(values + i * count, static_cast<const float*>(rows[i]) + offset, count * 4);
+      } else {
+        ops.bf16_to_f32(static_cast<const uint16_t*>(rows[i]) + offset, values + i * count, count);
+      }
+    }
+    ops.finite_amax_columns(values, count, depth, count, scale);
+    for (int64_t j = 0; j < count; ++j) {
+      scale[j] = block_scale(scale[j], args_.scale_rounding);
+      inverse[j] = 1.0f / scale[j];
+    }
+    for (int64_t i = 0; i < depth; ++i) {
+      ops.quantize_columns_to_bf16(values + i * count, inverse, codes + i * count, count);
+      pointers[i] = codes + i * count;
+    }
+    return pointers;
+  }
+
+  void add_old(const Tensor& dw, int64_t index, int64_t count, float* c) const {
+    const RowOps& ops = *kernels_.rows;
+    if (dw.dtype == DType::kF32) {
+      ops.add(dw.as<float>() + index, c, count);
+      return;
+    }
+    alignas(64) float old[kScaleBlock];
+    for (int64_t j = 0; j < count; j += kScaleBlock) {
+      const int64_t part = std::min(kScaleBlock, count - j);
+      ops.bf16_to_f32(dw.as<uint16_t>() + index + j, old, part);
+      ops.add(old, c + j, part);
+    }
+  }
+
+  const GroupedWgradArgs& args_;
+  const KernelSet& kernels_;
+  RowSource x_, dy_;
+  std::vector<int64_t> first_row_;  // [E]
+};
+
+}  // namespace
+
+Status grouped_wgrad(const GroupedWgradArgs& args, Executor& executor) {
+  if (Status status = check(args); !status.ok()) return status;
+  GroupedWgrad(args).run(executor);
+  return Status();
+}
+
+}  // namespace dropless::cpu
