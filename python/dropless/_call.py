@@ -1,0 +1,91 @@
+"""The one place that makes an XLA FFI call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dropless import _library
+
+# Attributes that are not int32 enums or flags (docs/architecture.md).
+_ATTRIBUTE_TYPES = {
+    "capacity": np.int64,
+    "experts_per_token": np.int64,
+    "renormalize_eps": np.float32,
+    "scale": np.float32,
+}
+
+# A result: its shape and dtype, or None when the caller does not want it.
+Result = tuple[tuple[int, ...], Any] | None
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Manual mesh axes over which any array of the tree differs between devices."""
+    axes: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        axes |= jax.typeof(leaf).manual_axis_type.varying
+    return axes
+
+
+def unify_axes(tree: Any) -> Any:
+    """Casts every array of the tree to vary over the union of their manual axes.
+
+    Call it outside a ``custom_vjp``: the cast's transpose sums the gradient over the axes, where
+    XLA and JAX can see it.
+    """
+    axes = varying_axes(tree)
+
+    def cast(leaf):
+        # An axis that the array is "reduced" over has a cast, and hence a transpose, of its own.
+        have = jax.typeof(leaf).manual_axis_type
+        for source in (have.reduced, axes - have.reduced):
+            missing = tuple(sorted((axes & source) - have.varying))
+            if missing:
+                leaf = jax.lax.pcast(leaf, missing, to="varying")
+        return leaf
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def call(
+    op: str,
+    results: Sequence[Result],
+    operands: Sequence[jax.Array | None],
+    *,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[Any]:
+    """Calls the target of ``op``; operands and results that are None travel as arrays of shape
+    (0,).
+
+    Args:
+      op: the operation's stem, for example ``"route"``.
+      results: one ``(shape, dtype)`` or None a result, in the target's order.
+      operands: one array or None an operand, in the target's order.
+      aliases: operand index to the index of the result that reuses its memory.
+      **attributes: Python numbers; converted to the C types of the targets' table.
+
+    Returns:
+      One array a result, None for those not wanted.
+    """
+    arrays = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
+    arrays = jax.tree.leaves(unify_axes(arrays))
+    manual = jax.sharding.ManualAxisType(varying=varying_axes(arrays))
+
+    def spec(result: Result) -> jax.ShapeDtypeStruct:
+        shape, dtype = ((0,), jnp.float32) if result is None else result
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
+
+    function = jax.ffi.ffi_call(
+        _library.target(op),
+        [spec(r) for r in results],
+        vmap_method="sequential",
+        input_output_aliases=aliases,
+    )
+    typed = {k: _ATTRIBUTE_TYPES.get(k, np.int32)(v) for k, v in attributes.items()}
+    outputs = function(*arrays, **typed)
+    return [None if r is None else o for r, o in zip(results, outputs, strict=True)]

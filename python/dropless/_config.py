@@ -1,0 +1,233 @@
+"""What a layer is: frozen, hashable configs without arrays, and how a precision is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import warnings
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+_log = logging.getLogger("dropless")
+
+SCORES = ("softmax", "sigmoid")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+PRECISIONS = ("auto", "f32", "bf16", "fp8")
+
+# A dense SwiGLU feed-forward network of width 8/3 * H has the parameters of a classic one of width
+# 4 * H (Shazeer, arXiv 2002.05202, section 3); K experts of width 8/3 * H / K cost a token the
+# same.
+_DENSE_WIDTH = 8 / 3
+# Widths are rounded up to a multiple of this, half of the 128 columns that one scale covers.
+_WIDTH_MULTIPLE = 64
+
+# Hopper is the first NVIDIA GPU on which the FP8 recipe exists.
+_FP8_CAPABILITY = 9.0
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
+
+
+def _integer(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an int >= {minimum}; got {value!r}.")
+
+
+def _real(name: str, value: Any, *, positive: bool) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (positive and value == 0):
+        kind = "> 0" if positive else ">= 0"
+        raise ValueError(f"{name} must be a finite number {kind}; got {value!r}.")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How tokens choose experts and how the chosen outputs are weighed.
+
+    Attributes:
+      score: ``"softmax"`` over experts, or ``"sigmoid"`` of each expert alone (DeepSeek-V3).
+      score_before_topk: True scores all E experts and then takes the K best; False takes the K best
+        logits and scores those alone (Mixtral, gpt-oss, Granite). With softmax and ``renormalize``
+        the two give equal weights.
+      renormalize: divide a token's K weights by their sum (Qwen's ``norm_topk_prob``).
+      renormalize_eps: added to that sum; DeepSeek-V3 uses 1e-20.
+      scale: multiplies the weights last (DeepSeek's ``routed_scaling_factor``).
+      selection_bias: ``params["router"]["selection_bias"]`` ([E], float32) is added when experts
+        are selected and never to their weights. It is state, not a parameter: its gradient is zero.
+      bias: ``params["router"]["bias"]`` ([E]) is added to the logits (gpt-oss).
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    score_before_topk: bool = True
+    renormalize: bool = True
+    renormalize_eps: float = 0.0
+    scale: float = 1.0
+    selection_bias: bool = False
+    bias: bool = False
+
+    def __post_init__(self):
+        _one_of("RouterConfig.score", self.score, SCORES)
+        for name in ("score_before_topk", "renormalize", "selection_bias", "bias"):
+            _flag(f"RouterConfig.{name}", getattr(self, name))
+        _real("RouterConfig.renormalize_eps", self.renormalize_eps, positive=False)
+        _real("RouterConfig.scale", self.scale, positive=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A Mixture-of-Experts layer: E gated experts, K of which serve each token.
+
+    Attributes:
+      num_experts: E.
+      experts_per_token: K, at most E.
+      expert_dim: I, the experts' width. None: such that a token costs what a dense SwiGLU network
+        of width 8/3 * H costs, rounded up to a multiple of 64 (see ``resolved_expert_dim``).
+      router: see ``RouterConfig``.
+      activation: of the gate: ``"silu"``, ``"gelu"`` (by erf) or ``"gelu_tanh"``.
+      expert_bias: the experts' three matrices have biases.
+      precision: of the matrix products' operands. ``"f32"``, ``"bf16"``, ``"fp8"`` (e4m3 in blocks
+        of 128; on a CPU it is emulated), or ``"auto"``: decided when the function is traced, from
+        the
+        devices in use: x's own dtype on a CPU, bfloat16 on a GPU.
+      expert_capacity_factor: sizes buffers between devices; what does not fit is sent in a further
+        round. With ``overflow="drop"``, an expert takes at most
+        ``ceil(expert_capacity_factor * T * K / E)`` assignments and drops the rest.
+      overflow: ``"rounds"`` never drops; ``"drop"`` is the classic capacity layer.
+      wgrad_precision: with ``precision="fp8"``, of the weight gradients' operands.
+      save_h: how the pre-activations are kept for the backward pass: ``"bf16"`` (float32 when the
+        operands are), or ``"fp8"`` at half the memory.
+      scale_rounding: of FP8 scales: kept in ``"fp32"``, or rounded up to a power of two
+        (``"pow2"``).
+      fallback: ``"bf16"`` runs bfloat16 where FP8 was asked of a GPU that has none; None is an
+        error.
+      strict: make an error of what else warns: a fallback, or a gather of x or of expert weights.
+      num_sms: on a GPU, the streaming multiprocessors that a kernel may take; None: all.
+    """
+
+    num_experts: int
+    experts_per_token: int = 2
+    expert_dim: int | None = None
+    _: dataclasses.KW_ONLY
+    router: RouterConfig = RouterConfig()
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    expert_bias: bool = False
+    precision: Literal["auto", "f32", "bf16", "fp8"] = "auto"
+    expert_capacity_factor: float = 1.0
+    overflow: Literal["rounds", "drop"] = "rounds"
+    wgrad_precision: Literal["bf16", "fp8"] = "bf16"
+    save_h: Literal["bf16", "fp8"] = "bf16"
+    scale_rounding: Literal["fp32", "pow2"] = "fp32"
+    fallback: Literal["bf16"] | None = None
+    strict: bool = False
+    num_sms: int | None = None
+
+    def __post_init__(self):
+        _integer("num_experts", self.num_experts, 1)
+        _integer("experts_per_token", self.experts_per_token, 1)
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token must be at most num_experts; got experts_per_token="
+                f"{self.experts_per_token} and num_experts={self.num_experts}."
+            )
+        if self.expert_dim is not None:
+            _integer("expert_dim", self.expert_dim, 1)
+        if not isinstance(self.router, RouterConfig):
+            raise ValueError(f"router must be a dropless.RouterConfig; got {self.router!r}.")
+        _one_of("activation", self.activation, ACTIVATIONS)
+        _flag("expert_bias", self.expert_bias)
+        _one_of("precision", self.precision, PRECISIONS)
+        _real("expert_capacity_factor", self.expert_capacity_factor, positive=True)
+        _one_of("overflow", self.overflow, ("rounds", "drop"))
+        _one_of("wgrad_precision", self.wgrad_precision, ("bf16", "fp8"))
+        _one_of("save_h", self.save_h, ("bf16", "fp8"))
+        _one_of("scale_rounding", self.scale_rounding, ("fp32", "pow2"))
+        _one_of("fallback", self.fallback, (None, "bf16"))
+        _flag("strict", self.strict)
+        if self.num_sms is not None:
+            _integer("num_sms", self.num_sms, 1)
+
+    def resolved_expert_dim(self, model_dim: int) -> int:
+        """I for a model of width H: ``expert_dim``, or ceil(8/3 * H / K / 64) * 64."""
+        if self.expert_dim is not None:
+            return self.expert_dim
+        width = _DENSE_WIDTH * model_dim / self.experts_per_token
+        return math.ceil(width / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+    def capacity(self, tokens: int) -> int:
+        """Assignments that an expert takes of T tokens; 0 means without limit."""
+        if self.overflow == "rounds":
+            return 0
+        rows = self.expert_capacity_factor * tokens * self.experts_per_token / self.num_experts
+        return max(1, math.ceil(rows))
+
+
+def device_in_use(x: Any, mesh: Any = None) -> jax.Device:
+    """The device that a function traced now will most likely run on."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0]
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return next(iter(x.devices()))
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return default
+    return jax.devices(default)[0]
+
+
+_said: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warns of a slow or different path the first time it is taken."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _log_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.info(text)
+
+
+def _has_fp8(device: jax.Device) -> bool:
+    try:
+        return float(device.compute_capability) >= _FP8_CAPABILITY
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def resolve_precision(cfg: MoEConfig, x_dtype: Any, device: jax.Device) -> str:
+    """``"f32"``, ``"bf16"`` or ``"fp8"`` for what ``cfg.precision`` asks of this device.
+
+    Raises:
+      ValueError: FP8 was asked of a GPU that has none and ``fallback`` is not set.
+    """
+    on_cpu = device.platform == "cpu"
+    if cfg.precision == "auto":
+        chosen = "f32" if on_cpu and x_dtype == jnp.float32 else "bf16"
+        _log_once(
+            f'precision="auto" chose {chosen} for {jnp.dtype(x_dtype).name} inputs on {device}.'
+        )
+        return chosen
+    if cfg.precision != "fp8" or on_cpu or _has_fp8(device):
+        return cfg.precision
+    capability = getattr(device, "compute_capability", "unknown")
+    problem = (
+        f'precision="fp8" needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY} or more '
+        f"(or a CPU, where it is emulated); got {device.device_kind} of capability {capability}"
+    )
+    if cfg.fallback is None or cfg.strict:
+        raise ValueError(f'{problem}. Use precision="bf16", or fallback="bf16" with strict=False.')
+    warn_once(f"{problem}; running bf16 instead.")
+    return "bf16"

@@ -1,0 +1,242 @@
+"""The experts' forward and backward as one ``custom_vjp``.
+
+Forward: expert_up, grouped_gemm, combine. Kept for the backward pass: x as given, the
+pre-activations h and the routing; never gathered x, the activations A, or the experts' outputs.
+Each gradient is a call of its own, so one that nobody uses is removed by the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dropless._call import call, unify_axes
+from dropless._config import ACTIVATIONS, MoEConfig
+from dropless._params import PreparedExperts, prepare
+from dropless._pieces import combine
+from dropless._routing import Plan
+
+_F8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static about the experts: the config with its precision resolved."""
+
+    precision: str
+    activation: str
+    wgrad_fp8: bool
+    h_fp8: bool
+    scale_rounding: str
+
+    @classmethod
+    def of(cls, cfg: MoEConfig, precision: str) -> Spec:
+        if cfg.save_h == "fp8" and precision == "f32":
+            raise ValueError(
+                'save_h="fp8" needs precision="bf16" or "fp8"; got precision="f32". Use '
+                'save_h="bf16", which keeps float32 pre-activations for float32 operands.'
+            )
+        return cls(
+            precision=precision,
+            activation=cfg.activation,
+            wgrad_fp8=precision == "fp8" and cfg.wgrad_precision == "fp8",
+            h_fp8=cfg.save_h == "fp8",
+            scale_rounding=cfg.scale_rounding,
+        )
+
+    @property
+    def fp8(self) -> bool:
+        return self.precision == "fp8"
+
+    @property
+    def wide(self) -> Any:
+        """Dtype of what the GEMMs write, and of the weight gradients' operands."""
+        return jnp.float32 if self.precision == "f32" else jnp.bfloat16
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return dict(
+            activation=ACTIVATIONS.index(self.activation),
+            scale_rounding=self.scale_rounding == "pow2",
+        )
+
+
+def experts(
+    spec: Spec,
+    x: jax.Array,
+    weights: jax.Array,
+    params: dict[str, jax.Array],
+    prepared: PreparedExperts | None,
+    plan: Plan,
+) -> jax.Array:
+    """y[t] = sum over k of weights[t, k] * expert_{ids[t, k]}(x[t]).
+
+    Args:
+      spec: static choices.
+      x: [T, H] float32 or bfloat16, T > 0.
+      weights: [T, K] float32.
+      params: ``gate``, ``up``, ``down`` and maybe their biases, as in ``dropless.init``.
+      prepared: what the GEMMs read instead of ``params``, in ``spec.precision``; or None.
+      plan: the rows' places.
+
+    Returns:
+      [T, H] in x's dtype.
+    """
+    maps = (plan.offsets, plan.slot_of_row, plan.row_of_slot)
+    return _experts(spec, *unify_axes((x, weights, params, prepared, maps)))
+
+
+def _blocks(n: int) -> int:
+    return -(-n // 128)
+
+
+def _rows_operand(spec: Spec, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """[R, C] as a GEMM reads it, and its scales in FP8."""
+    if not spec.fp8:
+        return rows.astype(spec.wide), None
+    r, c = rows.shape
+    results = [((r, c), _F8), ((r, _blocks(c)), jnp.float32)]
+    q, scale = call("quantize_rows", results, [rows], scale_rounding=spec.scale_rounding == "pow2")
+    return q, scale
+
+
+def _biases(params: dict[str, jax.Array], *names: str) -> list[jax.Array | None]:
+    return [params[n].astype(jnp.float32) if n in params else None for n in names]
+
+
+def _forward(spec, x, weights, params, prepared, maps, *, keep_h):
+    """y, and (h, h_scale), which are None unless ``keep_h``."""
+    offsets, slot_of_row, row_of_slot = maps
+    m, i, h_width = slot_of_row.shape[0], params["gate"].shape[2], x.shape[1]
+    prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
+    # FP8 products read weights with the contraction innermost; bfloat16 ones take either.
+    gate, up, down = (
+        (w.q_t, w.scale_t) if spec.fp8 else (w.q, None)
+        for w in (prepared.gate, prepared.up, prepared.down)
+    )
+    h_dtype = _F8 if spec.h_fp8 else spec.wide
+    with jax.named_scope("dropless_up"):
+        x_operand, x_scale = _rows_operand(spec, x)
+        h, h_scale, a, a_scale = call(
+            "expert_up",
+            [
+                ((m, 2, i), h_dtype) if keep_h else None,
+                ((m, 2, _blocks(i)), jnp.float32) if keep_h and spec.h_fp8 else None,
+                ((m, i), x_operand.dtype),
+                ((m, _blocks(i)), jnp.float32) if spec.fp8 else None,
+            ],
+            [
+                *(x_operand, x_scale, gate[0], up[0], gate[1], up[1]),
+                *_biases(params, "gate_bias", "up_bias"),
+                *(offsets, slot_of_row),
+            ],
+            experts_per_token=row_of_slot.shape[1],
+            weights_transposed=spec.fp8,
+            **spec.attributes,
+        )
+    with jax.named_scope("dropless_down"):
+        (rows,) = call(
+            "grouped_gemm",
+            [((m, h_width), spec.wide)],
+            [a, a_scale, *down, *_biases(params, "down_bias"), offsets],
+            rhs_transposed=spec.fp8,
+        )
+    with jax.named_scope("dropless_combine"):
+        y = combine(rows, row_of_slot, weights, x.dtype)
+    return y, (h, h_scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(spec, x, weights, params, prepared, maps):
+    return _forward(spec, x, weights, params, prepared, maps, keep_h=False)[0]
+
+
+def _experts_fwd(spec, x, weights, params, prepared, maps):
+    y, kept = _forward(spec, x, weights, params, prepared, maps, keep_h=True)
+    kept = jax.tree.map(lambda array: checkpoint_name(array, "dropless_h"), kept)
+    return y, (x, weights, params, prepared, maps, kept)
+
+
+def _experts_bwd(spec, residuals, dy):
+    x, weights, params, prepared, maps, (h, h_scale) = residuals
+    offsets, slot_of_row, row_of_slot = maps
+    m, i, k = slot_of_row.shape[0], params["gate"].shape[2], row_of_slot.shape[1]
+    prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
+    with jax.named_scope("dropless_down_backward"):
+        dy_operand, dy_scale = _rows_operand(spec, dy)
+        dh, dh_q, dh_scale, pa, d_weights = call(
+            "expert_down_backward",
+            [
+                ((m, 2, i), spec.wide),
+                ((m, 2, i), _F8) if spec.fp8 else None,
+                ((m, 2, _blocks(i)), jnp.float32) if spec.fp8 else None,
+                ((m, i), spec.wide),
+                (weights.shape, jnp.float32),
+            ],
+            [
+                *(dy_operand, dy_scale, prepared.down.q, prepared.down.scale),
+                *_biases(params, "down_bias"),
+                *(h, h_scale, weights, offsets, slot_of_row),
+            ],
+            **spec.attributes,
+        )
+    with jax.named_scope("dropless_up_backward"):
+        gate, up = prepared.gate, prepared.up
+        (dx_rows,) = call(
+            "expert_up_backward",
+            [((m, x.shape[1]), spec.wide)],
+            [dh_q if spec.fp8 else dh, dh_scale, gate.q, up.q, gate.scale, up.scale, offsets],
+        )
+        dx = combine(dx_rows, row_of_slot, None, x.dtype)
+    wgrad = functools.partial(
+        call,
+        "grouped_wgrad",
+        experts_per_token=k,
+        fp8=spec.wgrad_fp8,
+        scale_rounding=spec.scale_rounding == "pow2",
+    )
+    with jax.named_scope("dropless_weight_gradients"):
+        # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
+        d_gate, d_up = wgrad(
+            [(params[name].shape, params[name].dtype) for name in ("gate", "up")],
+            [x.astype(spec.wide), dh, slot_of_row, offsets, None, None],
+            gather=1,
+        )
+        d_down, _ = wgrad(
+            [(params["down"].shape, params["down"].dtype), None],
+            [pa, dy.astype(spec.wide)[:, None, :], slot_of_row, offsets, None, None],
+            gather=2,
+        )
+        d_params = {"gate": d_gate, "up": d_up, "down": d_down}
+        if "gate_bias" in params:
+            d_params |= _bias_gradients(params, dh, dy, weights, maps)
+    return dx, d_weights, d_params, None, None
+
+
+def _bias_gradients(params, dh, dy, weights, maps):
+    offsets, slot_of_row, row_of_slot = maps
+    e, k = offsets.shape[0] - 1, row_of_slot.shape[1]
+    (d_up,) = call(
+        "group_sum",
+        [((e, *dh.shape[1:]), jnp.float32)],
+        [dh, None, None, offsets],
+        gather=0,
+        experts_per_token=k,
+    )
+    (d_down,) = call(
+        "group_sum",
+        [((e, 1, dy.shape[1]), jnp.float32)],
+        [dy[:, None, :], slot_of_row, weights, offsets],
+        gather=1,
+        experts_per_token=k,
+    )
+    sums = {"gate_bias": d_up[:, 0], "up_bias": d_up[:, 1], "down_bias": d_down[:, 0]}
+    return {name: total.astype(params[name].dtype) for name, total in sums.items()}
+
+
+_experts.defvjp(_experts_fwd, _experts_bwd)

@@ -1,0 +1,213 @@
+"""The layer as a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dropless import _routing
+from dropless._config import MoEConfig, device_in_use, resolve_precision
+from dropless._experts import Spec, experts
+from dropless._params import (
+    Params,
+    PreparedExperts,
+    check_float_dtype,
+    check_params,
+    check_prepared,
+)
+from dropless._routing import Routing
+from dropless._sharding import sharded, token_sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEAux:
+    """What a layer tells about one call. Padding tokens count nowhere; under a mesh all is global.
+
+    The losses carry gradients and are returned unweighted: add ``coefficient * loss`` to yours.
+
+    Attributes:
+      expert_counts: [E] int32, assignments per expert, before any capacity limit. Their sum is K
+        times the number of real tokens.
+      load_balance_loss: scalar float32, E * sum over e of f_e * P_e (Switch Transformer, arXiv
+        2101.03961, eq. 4), f_e = expert_counts / (K * tokens), P_e the mean routing probability: 1
+        under uniform routing whatever E and K, up to E if all goes to one expert. The gradient
+        flows through P_e.
+      z_loss: scalar float32, mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq.
+        5).
+      router_entropy: scalar float32, mean over tokens of the entropy of the routing probabilities,
+        in
+        nats: 0 to log(E).
+      dropped_tokens: scalar int32, assignments dropped; always 0 unless ``overflow="drop"``.
+      rounds: scalar int32, exchanges that were needed until every row was served.
+      nonfinite_logits: scalar int32, router logits that are NaN or infinite.
+    """
+
+    expert_counts: jax.Array
+    load_balance_loss: jax.Array
+    z_loss: jax.Array
+    router_entropy: jax.Array
+    dropped_tokens: jax.Array
+    rounds: jax.Array
+    nonfinite_logits: jax.Array
+
+    @classmethod
+    def zeros(cls, num_experts: int) -> MoEAux:
+        """What a call with no tokens returns."""
+        i32, f32 = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        return cls(jnp.zeros((num_experts,), jnp.int32), f32, f32, f32, i32, i32, i32)
+
+
+@jax.custom_vjp
+def _router_logits(x, kernel, bias, mask):
+    # HIGHEST: float32 products, never TF32.
+    logits = jnp.dot(
+        x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def _router_logits_fwd(x, kernel, bias, mask):
+    # x is kept as given: a float32 copy of it would double the saved activations.
+    return _router_logits(x, kernel, bias, mask), (x, kernel, bias, mask)
+
+
+def _router_logits_bwd(residuals, d_logits):
+    x, kernel, bias, mask = residuals
+    highest = jax.lax.Precision.HIGHEST
+    real = x if mask is None else jnp.where(mask[:, None], x, 0)
+    d_x = jnp.dot(d_logits, kernel.astype(jnp.float32).T, precision=highest)
+    d_kernel = jnp.dot(real.astype(jnp.float32).T, d_logits, precision=highest)
+    d_bias = None if bias is None else jnp.sum(d_logits, axis=0).astype(bias.dtype)
+    return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype), d_bias, None
+
+
+_router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
+
+
+def _aux(routing: Routing, axes: tuple[str, ...]) -> MoEAux:
+    dropped = jnp.sum(routing.counts, dtype=jnp.int32) - routing.offsets[-1]
+    sums = (
+        routing.counts, routing.prob_sum, routing.lse_square_sum, routing.entropy_sum,
+        routing.tokens, routing.nonfinite_logits, dropped,
+    )  # fmt: skip
+    if axes:
+        sums = jax.lax.psum(sums, axes)
+    counts, prob_sum, lse_square_sum, entropy_sum, tokens, nonfinite, dropped = sums
+    return MoEAux(
+        expert_counts=counts,
+        load_balance_loss=_routing.load_balance_loss(
+            counts, prob_sum, tokens, routing.ids.shape[1]
+        ),
+        z_loss=_routing.mean_over_tokens(lse_square_sum, tokens),
+        router_entropy=_routing.mean_over_tokens(entropy_sum, tokens),
+        dropped_tokens=dropped,
+        rounds=jnp.ones((), jnp.int32),
+        nonfinite_logits=nonfinite,
+    )
+
+
+def _check_input(x: Any, mask: Any, cfg: Any) -> None:
+    if not isinstance(cfg, MoEConfig):
+        raise TypeError(f"cfg must be a dropless.MoEConfig; got {type(cfg).__name__}.")
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must have shape [..., H] with H >= 1; got {x.shape}.")
+    check_float_dtype("x", x.dtype)
+    if mask is None:
+        return
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"mask must have x's shape without the last axis, {x.shape[:-1]}; got {mask.shape}."
+        )
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise TypeError(f"mask must be bool or integer, false at padding; got {mask.dtype.name}.")
+
+
+def moe(
+    x: jax.Array,
+    params: Params,
+    cfg: MoEConfig,
+    *,
+    mask: jax.Array | None = None,
+    prepared: PreparedExperts | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    token_axes: str | Sequence[str] = ("data",),
+    expert_axis: str | None = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, MoEAux]:
+    """Routes every token to K of E gated experts and sums their weighted outputs; drops no token.
+
+    y = sum over the chosen experts e of p_e * down_e(act(gate_e(x)) * up_e(x)). Pure: it works
+    under jit, grad, vmap, scan, checkpoint and shard_map. Reverse mode only: forward-mode
+    differentiation (``jax.jvp``, ``jax.jacfwd``, ``jax.hessian``) raises JAX's error about
+    ``custom_vjp``.
+
+    Args:
+      x: [..., H] float32 or bfloat16.
+      params: as ``dropless.init`` makes them; float32 or bfloat16. Each gradient has its
+        parameter's dtype.
+      cfg: the layer.
+      mask: [...] bool or integer, false (0) at padding tokens: their y and gradients are 0 and they
+        change nothing else.
+      prepared: ``prepare_experts(params, cfg)``, to reuse over several calls of one optimiser step.
+      mesh: default: the ambient one, or that of x's type. Under Explicit axes x's type says how
+        tokens are split, under Auto axes ``token_axes`` does. Experts are replicated.
+      token_axes: Auto mesh axes that split x along its first axis. Unknown names are ignored if
+        ``mesh`` is not given.
+      expert_axis: a mesh axis to shard experts over; only axes of size 1 are supported yet.
+      axis_name: inside your own ``shard_map``, the axes that tokens are split over: ``aux`` is then
+        summed over them.
+
+    Returns:
+      y, like x in shape and dtype, and a ``MoEAux``.
+
+    Raises:
+      ValueError, TypeError: an argument is not what is listed above; raised when traced.
+      NotImplementedError: ``expert_axis`` has more than one device.
+    """
+    x = jnp.asarray(x)
+    mask = None if mask is None else jnp.asarray(mask)
+    _check_input(x, mask, cfg)
+    check_params(params, cfg, x.shape[-1])
+    if prepared is not None and cfg.precision == "auto":
+        precision = getattr(prepared, "precision", None)
+    else:
+        precision = resolve_precision(cfg, x.dtype, device_in_use(x, mesh))
+    if prepared is not None:
+        check_prepared(prepared, params, cfg, precision)
+    spec = Spec.of(cfg, precision)
+    sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
+    if x.size == 0:
+        return jnp.zeros_like(x), MoEAux.zeros(cfg.num_experts)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    axes += sharding.axes if sharding is not None else ()
+
+    def on_device(x, mask, replicated):
+        params, prepared = replicated
+        return _moe(x, mask, params, prepared, cfg, spec, axes)
+
+    if sharding is None:
+        return on_device(x, mask, (params, prepared))
+    return sharded(on_device, sharding, cfg.strict, x, mask, (params, prepared))
+
+
+def _moe(x, mask, params, prepared, cfg, spec, axes):
+    """``moe`` on one device's tokens."""
+    tokens = checkpoint_name(x.reshape(-1, x.shape[-1]), "dropless_x")
+    if mask is not None:
+        mask = mask.reshape(-1) != 0
+    router = params["router"]
+    with jax.named_scope("dropless_router"):
+        operands = (tokens, router["kernel"], router.get("bias"), mask)
+        logits = _router_logits(*_routing.unify_axes(operands))
+        logits = checkpoint_name(logits, "dropless_routing")
+        routing = _routing.route(
+            logits, cfg, selection_bias=router.get("selection_bias"), mask=mask
+        )
+    y = experts(spec, tokens, routing.weights, dict(params["experts"]), prepared, routing)
+    return y.reshape(x.shape), _aux(routing, axes)

@@ -1,0 +1,263 @@
+"""Parameters: their shapes, their initial values, their checks, and what the GEMMs read of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dropless._call import call
+from dropless._config import MoEConfig, device_in_use, resolve_precision
+
+# Leaves that are state: no gradient and no optimiser changes them.
+STATE_NAMES = frozenset({"selection_bias"})
+
+PARAM_DTYPES = (jnp.float32, jnp.bfloat16)
+MATRICES = ("gate", "up", "down")
+
+Params = Mapping[str, Mapping[str, jax.Array]]
+
+
+def check_float_dtype(name: str, dtype: Any) -> None:
+    if dtype == jnp.float16:
+        raise TypeError(
+            f"{name} must be float32 or bfloat16; got float16, whose range is too small for "
+            f"training. Use bfloat16."
+        )
+    if dtype not in PARAM_DTYPES:
+        raise TypeError(f"{name} must be float32 or bfloat16; got {jnp.dtype(dtype).name}.")
+
+
+def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shape of every parameter of a layer of width H, by group and name."""
+    h, e, i = model_dim, cfg.num_experts, cfg.resolved_expert_dim(model_dim)
+    router = {"kernel": (h, e)}
+    if cfg.router.bias:
+        router["bias"] = (e,)
+    if cfg.router.selection_bias:
+        router["selection_bias"] = (e,)
+    experts = {"gate": (e, h, i), "up": (e, h, i), "down": (e, i, h)}
+    if cfg.expert_bias:
+        experts |= {"gate_bias": (e, i), "up_bias": (e, i), "down_bias": (e, h)}
+    return {"router": router, "experts": experts}
+
+
+def init(
+    key: jax.Array,
+    model_dim: int,
+    cfg: MoEConfig,
+    *,
+    param_dtype: Any = jnp.float32,
+    kernel_init: Callable[..., jax.Array] | None = None,
+) -> dict[str, dict[str, jax.Array]]:
+    """Parameters of a layer as a plain dict pytree.
+
+    ``router``: ``kernel [H,E]``, and as configured ``bias [E]``, ``selection_bias [E]`` (float32).
+    ``experts``: ``gate [E,H,I]``, ``up [E,H,I]``, ``down [E,I,H]``, and as configured ``gate_bias
+    [E,I]``, ``up_bias [E,I]``, ``down_bias [E,H]``. Biases start at zero.
+
+    Args:
+      key: a PRNG key.
+      model_dim: H.
+      cfg: the layer.
+      param_dtype: float32 or bfloat16.
+      kernel_init: called as ``kernel_init(key, (in, out), dtype)`` for the router and for every
+        matrix of every expert on its own, so that the fan does not depend on E. Default: LeCun
+        normal.
+    """
+    if isinstance(model_dim, bool) or not isinstance(model_dim, int) or model_dim < 1:
+        raise ValueError(f"model_dim must be an int >= 1; got {model_dim!r}.")
+    check_float_dtype("param_dtype", param_dtype)
+    kernel_init = kernel_init or jax.nn.initializers.lecun_normal()
+
+    def matrices(matrix_key, shape):
+        def one(expert_key):
+            return kernel_init(expert_key, shape[-2:], param_dtype)
+
+        return one(matrix_key) if len(shape) == 2 else jax.vmap(one)(split(matrix_key, shape[0]))
+
+    split = jax.random.split
+    shapes = param_shapes(model_dim, cfg)
+    router_key, *keys = split(key, 1 + len(MATRICES))
+    experts = {
+        name: matrices(k, shapes["experts"][name]) for name, k in zip(MATRICES, keys, strict=True)
+    }
+    params = {
+        "router": {"kernel": matrices(router_key, shapes["router"]["kernel"])},
+        "experts": experts,
+    }
+    for group, leaves in shapes.items():
+        for name, shape in leaves.items():
+            if name not in params[group]:
+                dtype = jnp.float32 if name in STATE_NAMES else param_dtype
+                params[group][name] = jnp.zeros(shape, dtype)
+    return params
+
+
+def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
+    """Raises unless ``params`` fits the layer at width H; returns I."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params must be a dict as dropless.init makes it; got {type(params).__name__}."
+        )
+    gate = params.get("experts", {}).get("gate")
+    shapes = param_shapes(model_dim, cfg)
+    if cfg.expert_dim is None and gate is not None and jnp.ndim(gate) == 3:
+        # Without expert_dim the parameters say how wide the experts are.
+        shapes = param_shapes(model_dim, dataclasses.replace(cfg, expert_dim=gate.shape[2]))
+    unknown = [g for g in params if g not in shapes]
+    unknown += [f"{g}.{n}" for g in shapes for n in params.get(g, {}) if n not in shapes[g]]
+    if unknown:
+        raise ValueError(
+            f"params holds {unknown}, which this config does not use; expected only "
+            f"{ {group: list(leaves) for group, leaves in shapes.items()} }."
+        )
+    for group, leaves in shapes.items():
+        for name, shape in leaves.items():
+            label = f'params["{group}"]["{name}"]'
+            if name not in params.get(group, {}):
+                raise ValueError(f"{label} is missing; expected an array of shape {shape}.")
+            leaf = params[group][name]
+            if jnp.shape(leaf) != shape:
+                raise ValueError(
+                    f"{label} must have shape {shape} (H = {model_dim}, E = {cfg.num_experts}, "
+                    f"I = {shapes['experts']['gate'][2]}); got {jnp.shape(leaf)}."
+                )
+            check_float_dtype(label, leaf.dtype)
+    experts = params["experts"]
+    if experts["gate"].dtype != experts["up"].dtype:
+        raise TypeError(
+            f'params["experts"]["gate"] and ["up"] must have one dtype; got '
+            f"{experts['gate'].dtype.name} and {experts['up'].dtype.name}."
+        )
+    return shapes["experts"]["gate"][2]
+
+
+def trainable_mask(params: Any) -> Any:
+    """A pytree like ``params``: False at state (``selection_bias``), True at all that is trained.
+
+    For optimisers over plain dicts, for example ``optax.masked(optimizer, trainable_mask)``.
+    """
+
+    def trainable(path, _):
+        names = {str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path}
+        return not names & STATE_NAMES
+
+    return jax.tree_util.tree_map_with_path(trainable, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedWeight:
+    """One stack of expert matrices as the GEMMs read it.
+
+    Attributes:
+      q: [E, in, out], in the operands' dtype.
+      q_t: [E, out, in], the same codes transposed; FP8 only, else None.
+      scale: [E, ceil(in/128), ceil(out/128)] float32; FP8 only.
+      scale_t: [E, ceil(out/128), ceil(in/128)] float32, ``scale`` transposed; FP8 only.
+    """
+
+    q: jax.Array
+    q_t: jax.Array | None = None
+    scale: jax.Array | None = None
+    scale_t: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedExperts:
+    """Expert weights in the GEMMs' precision, made once an optimiser step by ``prepare_experts``.
+
+    No gradient flows to it: ``moe`` sends gradients to the parameters it was made from.
+
+    Attributes:
+      gate, up, down: the three stacks of matrices.
+      precision: ``"f32"``, ``"bf16"`` or ``"fp8"``.
+      scale_rounding: of FP8 scales.
+    """
+
+    gate: PreparedWeight
+    up: PreparedWeight
+    down: PreparedWeight
+    precision: str = dataclasses.field(metadata={"static": True})
+    scale_rounding: str = dataclasses.field(metadata={"static": True})
+
+
+def prepare_weight(w: jax.Array, precision: str, scale_rounding: str) -> PreparedWeight:
+    """One stack [E, in, out] in a resolved precision."""
+    if precision != "fp8":
+        return PreparedWeight(w.astype(jnp.float32 if precision == "f32" else jnp.bfloat16))
+    e, rows, columns = w.shape
+    blocks = (-(-rows // 128), -(-columns // 128))
+    f8, f32 = jnp.float8_e4m3fn, jnp.float32
+    results = [
+        ((e, rows, columns), f8), ((e, columns, rows), f8), ((e, *blocks), f32), ((e,
+        *blocks[::-1]), f32)
+    ]  # fmt: skip
+    return PreparedWeight(
+        *call("quantize_weight", results, [w], scale_rounding=scale_rounding == "pow2")
+    )
+
+
+def prepare(
+    experts: Mapping[str, jax.Array], precision: str, scale_rounding: str
+) -> PreparedExperts:
+    """``prepare_experts`` in a resolved precision."""
+    gate, up, down = (prepare_weight(experts[name], precision, scale_rounding) for name in MATRICES)
+    return PreparedExperts(gate, up, down, precision, scale_rounding)
+
+
+def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
+    """What the GEMMs read of ``params``: FP8 codes and scales in both orientations, or a cast.
+
+    Make it once an optimiser step and give it to every ``moe(..., prepared=)`` of that step, for
+    example over microbatches. With ``precision="auto"`` on a CPU the parameters' dtype decides.
+
+    Args:
+      params: as ``init`` makes them.
+      cfg: the layer; its ``precision`` and ``scale_rounding`` are used.
+
+    Raises:
+      ValueError, TypeError: ``params`` does not fit ``cfg``.
+    """
+    kernel = params.get("router", {}).get("kernel") if isinstance(params, Mapping) else None
+    if kernel is None or jnp.ndim(kernel) != 2:
+        raise ValueError(
+            f'params["router"]["kernel"] must be an array [H, E]; got {jnp.shape(kernel)}.'
+        )
+    check_params(params, cfg, kernel.shape[0])
+    experts = jax.lax.stop_gradient({name: params["experts"][name] for name in MATRICES})
+    gate = experts["gate"]
+    precision = resolve_precision(cfg, gate.dtype, device_in_use(gate))
+    return prepare(experts, precision, cfg.scale_rounding)
+
+
+def check_prepared(
+    prepared: PreparedExperts, params: Params, cfg: MoEConfig, precision: str
+) -> None:
+    """Raises unless ``prepared`` was made for these parameters' shapes and this precision."""
+    if not isinstance(prepared, PreparedExperts):
+        raise TypeError(
+            f"prepared must come from dropless.prepare_experts; got {type(prepared).__name__}."
+        )
+    if prepared.precision != precision:
+        raise ValueError(
+            f'prepared was made for precision="{prepared.precision}", but the layer runs '
+            f'precision="{precision}". Prepare again with this config.'
+        )
+    if precision == "fp8" and prepared.scale_rounding != cfg.scale_rounding:
+        raise ValueError(
+            f'prepared was made with scale_rounding="{prepared.scale_rounding}", but the config '
+            f'says "{cfg.scale_rounding}". Prepare again with this config.'
+        )
+    for name in MATRICES:
+        have, want = getattr(prepared, name).q.shape, params["experts"][name].shape
+        if have != want:
+            raise ValueError(
+                f'prepared.{name} must have the shape of params["experts"]["{name}"], {want}; '
+                f"got {have}."
+            )

@@ -1,0 +1,235 @@
+"""From router logits to experts, weights, and the place of every routed row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dropless._call import call, unify_axes
+from dropless._config import SCORES, MoEConfig, RouterConfig
+
+# Row and slot numbers are int32.
+_MAX_ROWS = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where each routed row lives.
+
+    A *slot* is t * K + k, the k-th choice of token t. A *row* is a position in expert order: rows
+    of an expert are contiguous and ordered by slot, hence by token. -1 in either map means "none".
+
+    Attributes:
+      counts: [E] int32, assignments per expert, before any capacity limit.
+      offsets: [E+1] int32, expert e owns the rows ``offsets[e]`` to ``offsets[e+1]``.
+      slot_of_row: [M] int32, M = T * K; -1 in rows at or past ``offsets[E]``.
+      row_of_slot: [T, K] int32; -1 where the slot has no row (a padding token, or dropped).
+    """
+
+    counts: jax.Array
+    offsets: jax.Array
+    slot_of_row: jax.Array
+    row_of_slot: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing(Plan):
+    """What the router decided for T tokens, with the sums that balance losses need.
+
+    ``weights``, ``prob_sum``, ``lse_square_sum`` and ``entropy_sum`` carry gradients to the logits.
+    Sums run over real (unmasked) tokens, so adding those of several devices gives global ones.
+
+    Attributes:
+      ids: [T, K] int32, K distinct experts a token, best first: larger scores first, equal ones
+        lowest index first, NaN after everything; -1 for padding.
+      weights: [T, K] float32; 0 for padding.
+      prob_sum: [E] float32, sum over tokens of softmax(logits), or of the sigmoid scores divided by
+        their sum over the experts (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
+      lse_square_sum: scalar float32, sum over tokens of logsumexp(logits)^2.
+      entropy_sum: scalar float32, sum over tokens of the entropy, in nats, of what prob_sum sums.
+      tokens: scalar int32, real tokens.
+      nonfinite_logits: scalar int32, NaN or infinite logits of real tokens.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+    prob_sum: jax.Array
+    lse_square_sum: jax.Array
+    entropy_sum: jax.Array
+    tokens: jax.Array
+    nonfinite_logits: jax.Array
+
+
+def check_rows(tokens: int, experts_per_token: int) -> None:
+    if tokens * experts_per_token > _MAX_ROWS:
+        raise ValueError(
+            f"tokens * experts_per_token must be below 2**31 on one device; got {tokens} * "
+            f"{experts_per_token}. Split the batch, or shard it over more devices."
+        )
+
+
+def route(
+    logits: jax.Array,
+    cfg: MoEConfig,
+    *,
+    selection_bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> Routing:
+    """Chooses K experts for each token; all arithmetic is float32.
+
+    Args:
+      logits: [T, E] float32 or bfloat16.
+      cfg: E, K, the router's options and the capacity limit, if any.
+      selection_bias: [E] float32, added for selection only. Required with
+        ``cfg.router.selection_bias``, refused without.
+      mask: [T] bool or integer, false (0) for padding, which gets ids -1 and weights 0 and enters
+        no sum and no count. None: every token is real.
+
+    Returns:
+      A ``Routing``, differentiable in reverse mode with respect to ``logits``.
+
+    Raises:
+      ValueError, TypeError: a shape or dtype is not what is listed above.
+    """
+    e, k = cfg.num_experts, cfg.experts_per_token
+    if logits.ndim != 2 or logits.shape[1] != e:
+        raise ValueError(
+            f"logits must have shape [T, E] with E = num_experts = {e}; got {logits.shape}."
+        )
+    if logits.dtype not in (jnp.float32, jnp.bfloat16):
+        raise TypeError(f"logits must be float32 or bfloat16; got {logits.dtype.name}.")
+    if (selection_bias is not None) != cfg.router.selection_bias:
+        raise ValueError(
+            f"selection_bias must be given exactly if RouterConfig.selection_bias is True; got "
+            f"{'an array' if selection_bias is not None else 'None'} and "
+            f"RouterConfig.selection_bias={cfg.router.selection_bias}."
+        )
+    if selection_bias is not None and selection_bias.shape != (e,):
+        raise ValueError(f"selection_bias must have shape ({e},); got {selection_bias.shape}.")
+    t = logits.shape[0]
+    check_rows(t, k)
+    if mask is not None:
+        if mask.shape != (t,):
+            raise ValueError(f"mask must have shape [T] = ({t},); got {mask.shape}.")
+        mask = (mask != 0).astype(jnp.uint8)
+    if selection_bias is not None:
+        selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+    if t == 0:
+        return _route_nothing(e, k)
+    operands = unify_axes((logits, selection_bias, mask))
+    ids, weights, prob_sum, sums, counters, *plan = _route(
+        (cfg.router, k, cfg.capacity(t)), *operands
+    )
+    return Routing(*plan, ids, weights, prob_sum, sums[0], sums[1], counters[0], counters[1])
+
+
+def _route_nothing(e: int, k: int) -> Routing:
+    def zeros(*shape, dtype=jnp.int32):
+        return jnp.zeros(shape, dtype)
+
+    f32 = jnp.float32
+    return Routing(
+        counts=zeros(e), offsets=zeros(e + 1), slot_of_row=zeros(0), row_of_slot=zeros(0, k),
+        ids=zeros(0, k), weights=zeros(0, k, dtype=f32), prob_sum=zeros(e, dtype=f32),
+        lse_square_sum=zeros(dtype=f32), entropy_sum=zeros(dtype=f32), tokens=zeros(),
+        nonfinite_logits=zeros(),
+    )  # fmt: skip
+
+
+def _attributes(router: RouterConfig) -> dict[str, Any]:
+    return dict(
+        score=SCORES.index(router.score),
+        score_before_topk=router.score_before_topk,
+        renormalize=router.renormalize,
+        renormalize_eps=router.renormalize_eps,
+        scale=router.scale,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _route(static, logits, selection_bias, mask):
+    router, k, capacity = static
+    t, e = logits.shape
+    i32, f32 = jnp.int32, jnp.float32
+    results = [
+        ((t, k), i32), ((t, k), f32), ((e,), f32), ((2,), f32), ((2,), i32),
+        ((e,), i32), ((e + 1,), i32), ((t * k,), i32), ((t, k), i32),
+    ]  # fmt: skip
+    operands = [logits, selection_bias, mask]
+    return tuple(call("route", results, operands, capacity=capacity, **_attributes(router)))
+
+
+def _route_fwd(static, logits, selection_bias, mask):
+    outputs = _route(static, logits, selection_bias, mask)
+    outputs = tuple(checkpoint_name(o, "dropless_routing") for o in outputs)
+    return outputs, (logits, mask, outputs[0])
+
+
+def _route_bwd(static, residuals, cotangents):
+    router, _, _ = static
+    logits, mask, ids = residuals
+    _, d_weights, d_prob_sum, d_sums, *_ = cotangents
+    (d_logits,) = call(
+        "route_backward",
+        [(logits.shape, jnp.float32)],
+        [logits, mask, ids, d_weights, d_prob_sum, d_sums],
+        **_attributes(router),
+    )
+    return d_logits.astype(logits.dtype), None, None
+
+
+_route.defvjp(_route_fwd, _route_bwd)
+
+
+def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
+    """Sorts chosen experts into contiguous rows, deterministically.
+
+    Args:
+      ids: [T, K] int32; ids outside [0, num_experts) take no row.
+      num_experts: E.
+      capacity: if positive, an expert keeps its first ``capacity`` slots and drops the rest.
+
+    Returns:
+      A ``Plan``.
+    """
+    if ids.ndim != 2 or ids.dtype != jnp.int32:
+        raise ValueError(f"ids must be [T, K] int32; got {ids.dtype.name}{list(ids.shape)}.")
+    if num_experts < 1 or capacity < 0:
+        raise ValueError(
+            f"num_experts must be >= 1 and capacity >= 0; got {num_experts} and {capacity}."
+        )
+    t, k = ids.shape
+    check_rows(t, k)
+    i32 = jnp.int32
+    if ids.size == 0:
+        zeros = jnp.zeros((num_experts + 1,), i32)
+        return Plan(zeros[1:], zeros, jnp.zeros((0,), i32), jnp.zeros((t, k), i32))
+    results = [
+        ((num_experts,), i32), ((num_experts + 1,), i32), ((t * k,), i32), ((t, k), i32)
+    ]  # fmt: skip
+    return Plan(*call("plan", results, [ids], capacity=capacity))
+
+
+def load_balance_loss(
+    counts: jax.Array, prob_sum: jax.Array, tokens: jax.Array, k: int
+) -> jax.Array:
+    """E * sum over e of f_e * P_e, with f_e = counts / (K * tokens) and P_e = prob_sum / tokens.
+
+    Switch Transformer's loss (arXiv 2101.03961, eq. 4) for K experts a token: 1 under uniform
+    routing whatever E and K. Its gradient flows through P alone. 0 for no tokens.
+    """
+    real = jnp.maximum(tokens, 1).astype(jnp.float32)
+    fraction = counts.astype(jnp.float32) / (k * real)
+    return counts.shape[0] * jnp.sum(fraction * (prob_sum / real))
+
+
+def mean_over_tokens(total: jax.Array, tokens: jax.Array) -> jax.Array:
+    """total / tokens, and 0 for no tokens."""
+    return total / jnp.maximum(tokens, 1).astype(jnp.float32)
