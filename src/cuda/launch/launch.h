@@ -5,6 +5,11 @@
 
 #include "dropless/cuda.h"
 
+// Leaves the function with the Status of `expression` unless it is ok.
+#define DROPLESS_RETURN_IF_ERROR(expression)                     \
+  if (::dropless::Status status_ = (expression); !status_.ok()) \
+  return status_
+
 namespace dropless::cuda {
 
 struct DeviceProperties {

@@ -1,0 +1,283 @@
+// First launch of route: one warp a token scores, selects, weighs and counts; one block a chunk of tokens.
+//
+// Lane l holds experts l, l + 32, l + 64, ...: the order of sums is then that of core/router_math.h, and
+// what top-k ranks has the same bits as on a CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "core/router_math.h"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/ordered_key.cuh"
+#include "cuda/tile/warp.cuh"
+
+namespace dropless::cuda {
+
+template <class T>
+struct RouteTokensParams {
+  RouterOptions options;
+  const T* logits;       // [T, E]
+  const float* bias;     // [E] or null
+  const uint8_t* mask;   // [T] or null
+  int32_t* ids;          // [T, K]
+  float* weights;        // [T, K]
+  int32_t* rank;         // [T, K]: among the slots of the chunk with the same expert
+  int32_t* counts;       // [chunks, E]
+  float* prob_sum;       // [chunks, E]
+  float* sums;           // [chunks, 2]
+  int32_t* counters;     // [chunks, 2]
+  int tokens;
+  int num_experts;
+  int experts_per_token;
+  int tokens_per_chunk;
+};
+
+// One token's logits and what follows from them, spread over a warp: element j is expert lane + 32 j.
+template <int V>
+struct TokenScores {
+  float logit[V];      // -inf past the last expert
+  float score[V];      // exp(logit - largest), or sigmoid(logit)
+  float largest;       // of the logits; NaN if one of them is NaN
+  float exp_sum;       // sum of exp(logit - largest)
+  float score_sum;     // sum of score
+  float lse;           // logsumexp(logits)
+  float entropy;       // of score / score_sum, in nats
+
+  template <class T>
+  __device__ void load(const T* logits /* [E] */, int num_experts) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int e = lane_id() + kWarpSize * j;
+      logit[j] = e < num_experts ? to_float(logits[e]) : -INFINITY;
+    }
+  }
+
+  __device__ void compute(RouterScore kind) {
+    float largest_seen = -INFINITY;
+    bool has_nan = false;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      largest_seen = fmaxf(largest_seen, logit[j]);
+      has_nan |= logit[j] != logit[j];
+    }
+    largest_seen = warp_max(largest_seen);
+    largest = __any_sync(kFullWarp, has_nan) ? NAN : largest_seen;
+
+    exp_sum = 0.0f;
+    float weighted = 0.0f;  // of exp(d) * d, d = logit - largest
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float d = logit[j] - largest;
+      score[j] = router::exp_nonpositive(d);
+      exp_sum += score[j];
+      weighted += score[j] > 0.0f ? score[j] * d : 0.0f;
+    }
+    exp_sum = warp_sum(exp_sum);
+    lse = largest + logf(exp_sum);
+    score_sum = exp_sum;
+    if (kind == RouterScore::kSigmoid) {
+      score_sum = weighted = 0.0f;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        score[j] = router::sigmoid(logit[j]);
+        score_sum += score[j];
+        weighted += score[j] > 0.0f ? score[j] * logf(score[j]) : 0.0f;
+      }
+      score_sum = warp_sum(score_sum);
+    }
+    entropy = logf(score_sum) - warp_sum(weighted) / score_sum;
+  }
+};
+
+// What top-k ranks, as router::selection_keys defines it.
+template <int V>
+__device__ void selection_keys(const RouterOptions& options, const TokenScores<V>& token,
+                               const float* bias, int num_experts, uint32_t (&keys)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int e = lane_id() + kWarpSize * j;
+    float value = token.logit[j];
+    if (bias != nullptr && e < num_experts) {
+      if (options.score_before_topk) {
+        value = options.score == RouterScore::kSigmoid ? token.score[j]
+                                                       : token.score[j] / token.exp_sum;
+      }
+      value += bias[e];
+    }
+    keys[j] = e < num_experts ? ordered_key(value) : kNoKey;
+  }
+}
+
+// Takes the K best keys one after another; lane k returns the expert of rank k. Spends the keys.
+template <int V>
+__device__ int select_experts(uint32_t (&keys)[V], int experts_per_token) {
+  const int lane = lane_id();
+  int chosen = -1;
+  for (int k = 0; k < experts_per_token; ++k) {
+    uint32_t best = keys[0];
+    int best_j = 0;
+#pragma unroll
+    for (int j = 1; j < V; ++j) {
+      if (keys[j] > best) {
+        best = keys[j];
+        best_j = j;
+      }
+    }
+    const uint32_t winning_key = __reduce_max_sync(kFullWarp, best);
+    const unsigned candidate = best == winning_key ? lane + kWarpSize * best_j : kFullWarp;
+    const int winner = static_cast<int>(__reduce_min_sync(kFullWarp, candidate));
+    if (lane == k) chosen = winner;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (lane + kWarpSize * j == winner) keys[j] = kNoKey;
+    }
+  }
+  return chosen;
+}
+
+// Scores of the chosen experts before renormalisation and scale: lane k has that of choice k, lanes past
+// K have 0.
+__device__ inline float chosen_score(const RouterOptions& options, float logit, float largest,
+                                     float exp_sum, bool is_choice) {
+  if (options.score == RouterScore::kSigmoid) return is_choice ? router::sigmoid(logit) : 0.0f;
+  if (!options.score_before_topk) {
+    const bool has_nan = __any_sync(kFullWarp, is_choice && logit != logit);
+    largest = has_nan ? NAN : warp_max(is_choice ? logit : -INFINITY);
+    exp_sum = warp_sum(is_choice ? router::exp_nonpositive(logit - largest) : 0.0f);
+  }
+  return is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
+}
+
+// Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes the
+// chunk's counts [E].
+__device__ inline void scan_over_warps(int* counts_of_warp, int warps, int num_experts,
+                                       int32_t* chunk_counts) {
+  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+    int before = 0;
+    for (int w = 0; w < warps; ++w) {
+      const int count = counts_of_warp[w * num_experts + e];
+      counts_of_warp[w * num_experts + e] = before;
+      before += count;
+    }
+    chunk_counts[e] = before;
+  }
+}
+
+// Adds to the rank of every slot of a chunk the slots that precede its warp; warps own equal runs of
+// `slots_per_warp` slots. `ids` and `rank` [slots] are the chunk's.
+__device__ inline void add_ranks_of_warps(const int* before_warp, int num_experts, int slots,
+                                          int slots_per_warp, const int32_t* ids, int32_t* rank) {
+  for (int i = threadIdx.x; i < slots; i += blockDim.x) {
+    const int id = ids[i];
+    if (id >= 0 && id < num_experts) rank[i] += before_warp[i / slots_per_warp * num_experts + id];
+  }
+}
+
+// Grid: chunks. Block: `warps` full warps. Shared: [warps, E] of 4 bytes, at least [warps, 4].
+template <class T, int V, int kThreads>
+__global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParams<T> p) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  extern __shared__ int shared[];
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = lane_id();
+  const int num_experts = p.num_experts;
+  const int top_k = p.experts_per_token;
+  const int64_t chunk = blockIdx.x;
+  const int64_t chunk_begin = chunk * p.tokens_per_chunk;
+  const int64_t chunk_end = min(chunk_begin + p.tokens_per_chunk, static_cast<int64_t>(p.tokens));
+  const int tokens_per_warp = (p.tokens_per_chunk + kWarps - 1) / kWarps;
+  const int64_t begin = chunk_begin + warp * tokens_per_warp;
+  const int64_t end = min(begin + tokens_per_warp, chunk_end);
+
+  int* histogram = shared + warp * num_experts;
+  for (int e = lane; e < num_experts; e += kWarpSize) histogram[e] = 0;
+  __syncwarp();
+
+  float prob_sum[V] = {};
+  float lse_square = 0.0f;
+  float entropy = 0.0f;
+  int real_tokens = 0;
+  int nonfinite = 0;
+
+  TokenScores<V> next;
+  if (begin < end) next.load(p.logits + begin * num_experts, num_experts);
+  for (int64_t t = begin; t < end; ++t) {
+    TokenScores<V> token = next;
+    if (t + 1 < end) next.load(p.logits + (t + 1) * num_experts, num_experts);
+    const int64_t slot = t * top_k + lane;
+    const bool is_choice = lane < top_k;
+    if (p.mask != nullptr && p.mask[t] == 0) {
+      if (is_choice) {
+        p.ids[slot] = -1;
+        p.weights[slot] = 0.0f;
+      }
+      continue;
+    }
+    token.compute(p.options.score);
+    const float inverse_sum = 1.0f / token.score_sum;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      prob_sum[j] += token.score[j] * inverse_sum;
+      if (lane + kWarpSize * j < num_experts && !isfinite(token.logit[j])) ++nonfinite;
+    }
+    lse_square += token.lse * token.lse;
+    entropy += token.entropy;
+    ++real_tokens;
+
+    uint32_t keys[V];
+    selection_keys(p.options, token, p.bias, num_experts, keys);
+    const int chosen = select_experts(keys, top_k);
+    const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
+    float weight = chosen_score(p.options, logit, token.largest, token.exp_sum, is_choice);
+    if (p.options.renormalize) weight /= warp_sum(weight) + p.options.renormalize_eps;
+    if (is_choice) {
+      p.ids[slot] = chosen;
+      p.weights[slot] = weight * p.options.scale;
+      p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
+    }
+    __syncwarp();
+  }
+
+  __syncthreads();
+  scan_over_warps(shared, kWarps, num_experts, p.counts + chunk * num_experts);
+  __syncthreads();
+  add_ranks_of_warps(shared, num_experts, static_cast<int>(chunk_end - chunk_begin) * top_k,
+                     tokens_per_warp * top_k, p.ids + chunk_begin * top_k,
+                     p.rank + chunk_begin * top_k);
+  __syncthreads();
+
+  // The statistics, warp after warp, in the memory of the counts.
+  float* partial = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int e = lane + kWarpSize * j;
+    if (e < num_experts) partial[warp * num_experts + e] = prob_sum[j];
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += partial[w * num_experts + e];
+    p.prob_sum[chunk * num_experts + e] = sum;
+  }
+  __syncthreads();
+  nonfinite = warp_sum(nonfinite);
+  if (lane == 0) {
+    partial[warp * 4 + 0] = lse_square;
+    partial[warp * 4 + 1] = entropy;
+    shared[warp * 4 + 2] = real_tokens;
+    shared[warp * 4 + 3] = nonfinite;
+  }
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    float sum = 0.0f;
+    int count = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      sum += partial[w * 4 + threadIdx.x];
+      count += shared[w * 4 + 2 + threadIdx.x];
+    }
+    p.sums[chunk * 2 + threadIdx.x] = sum;
+    p.counters[chunk * 2 + threadIdx.x] = count;
+  }
+}
+
+}  // namespace dropless::cuda
