@@ -1,0 +1,290 @@
+"""The Mixture-of-Experts layer for Flax NNX."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.errors
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from dropless._config import MoEConfig
+from dropless._moe import MoEAux, moe
+from dropless._params import STATE_NAMES, init, prepare_experts
+
+__all__ = ["AuxState", "MoELayer", "RouterState"]
+
+# Seeds of layers made without `rngs`, so that two of them never start equal.
+_next_seed = itertools.count()
+
+
+class RouterState(nnx.Variable):
+    """Router state that no gradient and no optimiser touches: `selection_bias [E]` float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _FloatLeaves:
+    """A pytree held as float arrays only, integer leaves as their bits in float32.
+
+    `jax.grad` refuses arguments with integer leaves. A layer holds its last `MoEAux`, whose counts
+    are integers; in this form they leave the layer something that `jax.grad` can differentiate.
+    """
+
+    leaves: tuple[jax.Array, ...]
+    is_integer: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def pack(cls, tree: Any) -> _FloatLeaves:
+        leaves, structure = jax.tree.flatten(tree)
+        is_integer = tuple(jnp.issubdtype(jnp.result_type(leaf), jnp.integer) for leaf in leaves)
+        packed = (
+            lax.bitcast_convert_type(jnp.asarray(leaf, jnp.int32), jnp.float32)
+            if integer
+            else jnp.asarray(leaf)
+            for leaf, integer in zip(leaves, is_integer, strict=True)
+        )
+        return cls(tuple(packed), is_integer, structure)
+
+    def unpack(self) -> Any:
+        pairs = zip(self.leaves, self.is_integer, strict=True)
+        leaves = [_integer_of(leaf) if integer else leaf for leaf, integer in pairs]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copying and pickling look for
+            raise AttributeError(name)
+        return getattr(self.unpack(), name)
+
+
+def _integer_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # inside nnx.eval_shape's result
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.int32)
+    if not isinstance(
+        leaf, jax.Array | np.ndarray
+    ):  # what Flax shows in place of arrays when printing
+        return leaf
+    # The cast matters only after a user has cast the whole layer to another dtype, bits and all.
+    return lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.int32)
+
+
+class AuxState(nnx.Variable):
+    """A layer's last `MoEAux`: `layer.aux.get_value()`, or a field as in `layer.aux.rounds`."""
+
+    def __init__(self, value: Any, **metadata: Any):
+        super().__init__(_FloatLeaves.pack(value), **metadata)
+
+    def get_value(self, **kwargs: Any) -> Any:
+        value = self.get_raw_value()
+        value = value.unpack() if isinstance(value, _FloatLeaves) else value
+        index = kwargs.get("index", ...)
+        return value if index is ... else jax.tree.map(lambda leaf: leaf[index], value)
+
+    def set_value(self, value: Any, **kwargs: Any) -> None:
+        if kwargs.get("index", ...) is not ...:
+            raise ValueError("aux: it is written as a whole, not by index")
+        self.set_raw_value(value if isinstance(value, _FloatLeaves) else _FloatLeaves.pack(value))
+
+
+class MoELayer(nnx.Module):
+    """A Mixture-of-Experts feed-forward layer that drops no token: `[..., H] -> [..., H]`.
+
+    Parameters live in `layer.router` and `layer.experts` under the names and shapes of
+    `dropless.init`. `layer.aux` holds the `MoEAux` of the last call.
+
+    The model width H is `model_dim`, or that of the first input. Give `model_dim` wherever
+    parameters must exist before the first call: an optimiser made early, `nnx.eval_shape`,
+    `nnx.vmap` over constructors (there give `rngs` too, or the layers of the stack start equal).
+
+    Args:
+      num_experts: E. May be left out if `config` is given.
+      config: a whole `MoEConfig`, instead of `num_experts` and `options`.
+      model_dim: H; None takes it from the first input.
+      dropout: rate of the `nnx.Dropout` on the output; `layer.train()`, `layer.eval()` switch it.
+      param_dtype: dtype of the parameters.
+      kernel_init: initialiser of every matrix, called as `kernel_init(key, (in, out), dtype)` for
+        each expert apart; None is Flax's default, LeCun normal.
+      rngs: streams `params` and `dropout`. Without it seeds come from a counter of layers made.
+      **options: any other field of `MoEConfig`: `experts_per_token`, `expert_dim`, `precision`, ...
+
+    Raises:
+      TypeError: an unknown option, or `rngs` of another type.
+      ValueError: a value `MoEConfig` refuses, or a dropout rate outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        num_experts: int | None = None,
+        *,
+        config: MoEConfig | None = None,
+        model_dim: int | None = None,
+        dropout: float = 0.0,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = None,
+        rngs: nnx.Rngs | None = None,
+        **options: Any,
+    ):
+        self.config = layer_config(config, num_experts, options)
+        check_dropout(dropout)
+        if rngs is None:
+            rngs = nnx.Rngs(next(_next_seed))
+        elif not isinstance(rngs, nnx.Rngs):
+            raise TypeError(
+                f"rngs: expected flax.nnx.Rngs or None, got {type(rngs).__name__}; try nnx.Rngs(0)"
+            )
+        self.param_dtype = param_dtype
+        self.kernel_init = kernel_init
+        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
+        self.router = nnx.Dict()
+        self.experts = nnx.Dict()
+        self.aux = AuxState(MoEAux.zeros(self.config.num_experts))
+        key = rngs.params()
+        if model_dim is None:
+            self.pending_key = _freeze_key(key)
+        else:
+            self.pending_key = None
+            self._store(self._init(key, model_dim))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        return_aux: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Applies the layer.
+
+        Args:
+          x: `[..., H]` float32 or bfloat16.
+          mask: `[...]` bool, False at padding tokens: they get 0 and count nowhere.
+          deterministic: True switches dropout off for this call, False on; None asks the layer.
+          rngs: source of the dropout mask for this call, as in `nnx.Dropout`.
+          return_aux: also return the `MoEAux`, and leave `layer.aux` as it is.
+          **kwargs: further arguments of `dropless.moe`, such as `prepared`, `mesh`, `token_axes`.
+
+        Returns:
+          `y [..., H]` in x's dtype, or `(y, aux)`.
+
+        Raises:
+          ValueError: shapes or dtypes that do not fit, named in the message.
+        """
+        params = self._params_for(x)
+        y, aux = moe(x, params, self.config, mask=mask, **kwargs)
+        y = self.dropout(y, deterministic=deterministic, rngs=rngs)
+        if return_aux:
+            return y, aux
+        try:
+            self.aux.set_value(lax.stop_gradient(aux))
+        except flax.errors.TraceContextError:
+            pass  # A plain jax.jit or jax.grad closes over the layer: nothing may be written there.
+        return y
+
+    def prepare(self) -> Any:
+        """What the GEMMs read of the experts, to be made once an optimiser step.
+
+        Returns:
+          `dropless.PreparedExperts`, for `layer(x, prepared=...)`. Gradients go to the parameters.
+
+        Raises:
+          ValueError: the layer has no parameters yet.
+        """
+        return prepare_experts(self.params, self.config)
+
+    @property
+    def params(self) -> dict[str, dict[str, jax.Array]]:
+        """The parameters as the dict pytree of `dropless.init`.
+
+        Raises:
+          ValueError: the layer has no parameters yet.
+        """
+        if self.pending_key is not None:
+            raise ValueError(
+                "MoELayer has no parameters yet: call it once, or construct it with model_dim="
+            )
+        groups = {name: getattr(self, name, {}) for name in ("router", "experts", "shared")}
+        return {
+            name: {leaf: variable.get_value() for leaf, variable in group.items()}
+            for name, group in groups.items()
+            if group
+        }
+
+    def _params_for(self, x: jax.Array) -> Mapping[str, Any]:
+        if self.pending_key is None:
+            return self.params
+        shape = jnp.shape(x)
+        if not shape or shape[-1] == 0:
+            raise ValueError(
+                f"x: expected [..., H] with H > 0 to take the model width from, got shape {shape}"
+            )
+        params = self._init(_thaw_key(self.pending_key), shape[-1])
+        try:
+            self._store(params)
+            self.pending_key = None
+        except flax.errors.TraceContextError:
+            pass  # As for aux. The seed is kept: what is stored later will be equal to these.
+        return params
+
+    def _init(self, key: jax.Array, model_dim: int) -> Mapping[str, Mapping[str, jax.Array]]:
+        dtype, kernel_init = self.param_dtype, self.kernel_init
+        return init(key, model_dim, self.config, param_dtype=dtype, kernel_init=kernel_init)
+
+    def _store(self, params: Mapping[str, Mapping[str, jax.Array]]) -> None:
+        for group, leaves in params.items():
+            if not hasattr(self, group):
+                setattr(self, group, nnx.Dict())
+            for name, value in leaves.items():
+                kind = RouterState if name in STATE_NAMES else nnx.Param
+                getattr(self, group)[name] = kind(value)
+
+
+def layer_config(
+    config: MoEConfig | None, num_experts: int | None, options: Mapping[str, Any]
+) -> MoEConfig:
+    """The config of a layer given as a whole or field by field."""
+    if config is not None:
+        if num_experts is not None or options:
+            given = (["num_experts"] if num_experts is not None else []) + list(options)
+            raise TypeError(
+                f"config: give a whole MoEConfig or its fields, got both (fields {given})"
+            )
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config: expected dropless.MoEConfig, got {type(config).__name__}")
+        return config
+    if num_experts is None:
+        raise TypeError("num_experts: expected the number of experts, or config=MoEConfig(...)")
+    known = [field.name for field in dataclasses.fields(MoEConfig)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"MoELayer got unknown options {unknown}; MoEConfig has {known}")
+    return MoEConfig(num_experts, **options)
+
+
+def check_dropout(rate: float) -> None:
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"dropout: expected a rate in [0, 1], got {rate}")
+
+
+def _freeze_key(key: jax.Array) -> tuple[str, tuple[int, ...]]:
+    """A PRNG key as plain numbers, since `jax.grad` would refuse a layer that holds a key."""
+    if isinstance(key, jax.core.Tracer) or key.shape:
+        raise ValueError(
+            "model_dim: expected H, because a layer constructed inside a transformation (nnx.jit, "
+            "nnx.vmap, nnx.eval_shape) must make its parameters there; got None"
+        )
+    words = jax.random.key_data(key)
+    return str(jax.random.key_impl(key)), tuple(int(word) for word in words)
+
+
+def _thaw_key(frozen: tuple[str, tuple[int, ...]]) -> jax.Array:
+    impl, words = frozen
+    return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl=impl)
