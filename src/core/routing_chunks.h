@@ -1,5 +1,5 @@
-// How the CUDA backend cuts tokens into chunks to count and sum them: one block a chunk. It depends on T
-// alone, so that the order of every sum, and with it every bit, is the same on any GPU.
+// How the CUDA backend cuts tokens into chunks to count and sum them: one block a chunk. It depends
+// on T alone, so that the order of every sum, and with it every bit, is the same on any GPU.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace dropless {
 
 struct RoutingChunks {
-  // About one chunk an SM (A100 108, H200 132). More would cost the second launch: each of its blocks
-  // reads the counts of all chunks.
+  // About one chunk an SM (A100 108, H200 132). More would cost the second launch: each of its
+  // blocks reads the counts of all chunks.
   static constexpr int64_t kMaxChunks = 128;
   // A block of 16 warps has one token a warp; fewer would leave warps idle.
   static constexpr int64_t kMinTokens = 16;
@@ -28,8 +28,8 @@ constexpr RoutingChunks routing_chunks(int64_t tokens) {
   return c;
 }
 
-// Byte offsets in the workspace of route and plan; plan has only the counts. Every part is a multiple
-// of 4 bytes, the alignment its elements need.
+// Byte offsets in the workspace of route and plan; plan has only the counts. Every part is a
+// multiple of 4 bytes, the alignment its elements need.
 struct RoutingWorkspace {
   int64_t counts = 0;    // [chunks, E] int32: assignments
   int64_t prob_sum = 0;  // [chunks, E] float32

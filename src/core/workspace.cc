@@ -1,5 +1,5 @@
-// Workspace sizes of the CUDA backend. Host code without CUDA, since a program compiled for a CPU must
-// have buffers of the same shapes.
+// Workspace sizes of the CUDA backend. Host code without CUDA, since a program compiled for a CPU
+// must have buffers of the same shapes.
 #include "core/routing_chunks.h"
 #include "dropless/cuda.h"
 

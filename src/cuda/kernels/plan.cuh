@@ -1,8 +1,8 @@
 // The dispatch plan: a stable counting sort of slots by expert, in two launches.
 //
-// The first one (here for given ids, in route.cuh together with the scores) counts each chunk of tokens
-// and ranks its slots; the second one adds up the chunks before and places the rows. No order of blocks
-// or atomics enters the result.
+// The first one (here for given ids, in route.cuh together with the scores) counts each chunk of
+// tokens and ranks its slots; the second one adds up the chunks before and places the rows. No
+// order of blocks or atomics enters the result.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ __global__ void count_slots_kernel(CountSlotsParams p) {
   // Fewer than 2^31 slots in all, so those of one chunk fit an int.
   const int chunk_slots = p.tokens_per_chunk * p.experts_per_token;
   const int64_t chunk_begin = static_cast<int64_t>(blockIdx.x) * chunk_slots;
-  const int slots = static_cast<int>(
-      min(int64_t{chunk_slots}, static_cast<int64_t>(p.tokens) * p.experts_per_token - chunk_begin));
+  const int slots = static_cast<int>(min(
+      int64_t{chunk_slots}, static_cast<int64_t>(p.tokens) * p.experts_per_token - chunk_begin));
   // Whole steps of 32 slots, so that a step belongs to one warp.
   const int slots_per_warp = (slots + kWarpSize * warps - 1) / (kWarpSize * warps) * kWarpSize;
   const int begin = threadIdx.x / kWarpSize * slots_per_warp;
@@ -69,17 +69,17 @@ struct PlaceRowsParams {
   const int32_t* ids;           // [T, K]
   const int32_t* chunk_counts;  // [chunks, E]
   // Statistics of route, null in plan.
-  const float* chunk_prob_sum;      // [chunks, E]
-  const float* chunk_sums;          // [chunks, 2]
-  const int32_t* chunk_counters;    // [chunks, 2]
-  float* prob_sum;                  // [E]
-  float* sums;                      // [2]
-  int32_t* counters;                // [2]
-  int32_t* counts;       // [E]
-  int32_t* offsets;      // [E+1]
-  int32_t* slot_of_row;  // [M]
-  int32_t* row_of_slot;  // [T, K]: the rank in the chunk before, the row after
-  int64_t capacity;      // 0: none
+  const float* chunk_prob_sum;    // [chunks, E]
+  const float* chunk_sums;        // [chunks, 2]
+  const int32_t* chunk_counters;  // [chunks, 2]
+  float* prob_sum;                // [E]
+  float* sums;                    // [2]
+  int32_t* counters;              // [2]
+  int32_t* counts;                // [E]
+  int32_t* offsets;               // [E+1]
+  int32_t* slot_of_row;           // [M]
+  int32_t* row_of_slot;           // [T, K]: the rank in the chunk before, the row after
+  int64_t capacity;               // 0: none
   int tokens;
   int num_experts;
   int experts_per_token;
@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(kPlaceThreads) place_rows_kernel(PlaceRowsPara
     p.row_of_slot[slot] = row;
   }
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kPlaceThreads;
-  for (int64_t row = places.offset[p.num_experts] + static_cast<int64_t>(chunk) * kPlaceThreads + tid;
+  for (int64_t row =
+           places.offset[p.num_experts] + static_cast<int64_t>(chunk) * kPlaceThreads + tid;
        row < rows; row += stride) {
     p.slot_of_row[row] = -1;
   }

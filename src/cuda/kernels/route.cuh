@@ -1,7 +1,8 @@
-// First launch of route: one warp a token scores, selects, weighs and counts; one block a chunk of tokens.
+// First launch of route: one warp a token scores, selects, weighs and counts; one block a chunk of
+// tokens.
 //
-// Lane l holds experts l, l + 32, l + 64, ...: the order of sums is then that of core/router_math.h, and
-// what top-k ranks has the same bits as on a CPU.
+// Lane l holds experts l, l + 32, l + 64, ...: the order of sums is then that of
+// core/router_math.h, and what top-k ranks has the same bits as on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -16,32 +17,33 @@ namespace dropless::cuda {
 template <class T>
 struct RouteTokensParams {
   RouterOptions options;
-  const T* logits;       // [T, E]
-  const float* bias;     // [E] or null
-  const uint8_t* mask;   // [T] or null
-  int32_t* ids;          // [T, K]
-  float* weights;        // [T, K]
-  int32_t* rank;         // [T, K]: among the slots of the chunk with the same expert
-  int32_t* counts;       // [chunks, E]
-  float* prob_sum;       // [chunks, E]
-  float* sums;           // [chunks, 2]
-  int32_t* counters;     // [chunks, 2]
+  const T* logits;      // [T, E]
+  const float* bias;    // [E] or null
+  const uint8_t* mask;  // [T] or null
+  int32_t* ids;         // [T, K]
+  float* weights;       // [T, K]
+  int32_t* rank;        // [T, K]: among the slots of the chunk with the same expert
+  int32_t* counts;      // [chunks, E]
+  float* prob_sum;      // [chunks, E]
+  float* sums;          // [chunks, 2]
+  int32_t* counters;    // [chunks, 2]
   int tokens;
   int num_experts;
   int experts_per_token;
   int tokens_per_chunk;
 };
 
-// One token's logits and what follows from them, spread over a warp: element j is expert lane + 32 j.
+// One token's logits and what follows from them, spread over a warp: element j is expert lane + 32
+// j.
 template <int V>
 struct TokenScores {
-  float logit[V];      // -inf past the last expert
-  float score[V];      // exp(logit - largest), or sigmoid(logit)
-  float largest;       // of the logits; NaN if one of them is NaN
-  float exp_sum;       // sum of exp(logit - largest)
-  float score_sum;     // sum of score
-  float lse;           // logsumexp(logits)
-  float entropy;       // of score / score_sum, in nats
+  float logit[V];   // -inf past the last expert
+  float score[V];   // exp(logit - largest), or sigmoid(logit)
+  float largest;    // of the logits; NaN if one of them is NaN
+  float exp_sum;    // sum of exp(logit - largest)
+  float score_sum;  // sum of score
+  float lse;        // logsumexp(logits)
+  float entropy;    // of score / score_sum, in nats
 
   template <class T>
   __device__ void load(const T* logits /* [E] */, int num_experts) {
@@ -135,8 +137,8 @@ __device__ int select_experts(uint32_t (&keys)[V], int experts_per_token) {
   return chosen;
 }
 
-// Scores of the chosen experts before renormalisation and scale: lane k has that of choice k, lanes past
-// K have 0.
+// Scores of the chosen experts before renormalisation and scale: lane k has that of choice k, lanes
+// past K have 0.
 __device__ inline float chosen_score(const RouterOptions& options, float logit, float largest,
                                      float exp_sum, bool is_choice) {
   if (options.score == RouterScore::kSigmoid) return is_choice ? router::sigmoid(logit) : 0.0f;
@@ -148,8 +150,8 @@ __device__ inline float chosen_score(const RouterOptions& options, float logit, 
   return is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
 }
 
-// Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes the
-// chunk's counts [E].
+// Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes
+// the chunk's counts [E].
 __device__ inline void scan_over_warps(int* counts_of_warp, int warps, int num_experts,
                                        int32_t* chunk_counts) {
   for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
@@ -163,8 +165,8 @@ __device__ inline void scan_over_warps(int* counts_of_warp, int warps, int num_e
   }
 }
 
-// Adds to the rank of every slot of a chunk the slots that precede its warp; warps own equal runs of
-// `slots_per_warp` slots. `ids` and `rank` [slots] are the chunk's.
+// Adds to the rank of every slot of a chunk the slots that precede its warp; warps own equal runs
+// of `slots_per_warp` slots. `ids` and `rank` [slots] are the chunk's.
 __device__ inline void add_ranks_of_warps(const int* before_warp, int num_experts, int slots,
                                           int slots_per_warp, const int32_t* ids, int32_t* rank) {
   for (int i = threadIdx.x; i < slots; i += blockDim.x) {

@@ -1,7 +1,7 @@
 // Gradient of the weights, of prob_sum and of sums with respect to the logits: one warp a token.
 //
-// With q the distribution that prob_sum sums (softmax p of the logits, or sigmoid scores s over their
-// sum Z) and g = d_prob_sum - d_entropy * log q:
+// With q the distribution that prob_sum sums (softmax p of the logits, or sigmoid scores s over
+// their sum Z) and g = d_prob_sum - d_entropy * log q:
 //   softmax:  dl = p (g - sum p g)
 //   sigmoid:  dl = s (1 - s) (g - sum q g) / Z
 // plus 2 lse p d_lse_square, plus the gradient of the chosen experts' weights.
@@ -14,20 +14,20 @@ namespace dropless::cuda {
 template <class T>
 struct RouteBackwardParams {
   RouterOptions options;
-  const T* logits;           // [T, E]
-  const uint8_t* mask;       // [T] or null
-  const int32_t* ids;        // [T, K]
-  const float* d_weights;    // [T, K]
-  const float* d_prob_sum;   // [E]
-  const float* d_sums;       // [2]
-  float* d_logits;           // [T, E]
+  const T* logits;          // [T, E]
+  const uint8_t* mask;      // [T] or null
+  const int32_t* ids;       // [T, K]
+  const float* d_weights;   // [T, K]
+  const float* d_prob_sum;  // [E]
+  const float* d_sums;      // [2]
+  float* d_logits;          // [T, E]
   int64_t tokens;
   int num_experts;
   int experts_per_token;
 };
 
-// What the weights of one token contribute: lane k's to the logit of its choice, and what softmax over
-// all experts takes off every logit, times its probability.
+// What the weights of one token contribute: lane k's to the logit of its choice, and what softmax
+// over all experts takes off every logit, times its probability.
 struct ChoiceGradient {
   float of_choice = 0.0f;
   float of_all = 0.0f;
@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     g[j] = e < num_experts ? p.d_prob_sum[e] : 0.0f;
     // Where q is 0, q log q and its gradient are 0.
     if (token.score[j] > 0.0f) {
-      const float log_score =
-          sigmoid ? logf(token.score[j]) : token.logit[j] - token.largest;
+      const float log_score = sigmoid ? logf(token.score[j]) : token.logit[j] - token.largest;
       g[j] -= d_entropy * (log_score - log_score_sum);
     }
     mean += token.score[j] * inverse_score_sum * g[j];

@@ -18,9 +18,12 @@ cudaError_t read_properties(int ordinal, DeviceProperties* p) {
     int value;
   };
   Attribute attributes[] = {
-      {cudaDevAttrMultiProcessorCount, 0},     {cudaDevAttrComputeCapabilityMajor, 0},
-      {cudaDevAttrComputeCapabilityMinor, 0},  {cudaDevAttrMaxSharedMemoryPerBlockOptin, 0},
-      {cudaDevAttrL2CacheSize, 0},             {cudaDevAttrMemoryClockRate, 0},
+      {cudaDevAttrMultiProcessorCount, 0},
+      {cudaDevAttrComputeCapabilityMajor, 0},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 0},
+      {cudaDevAttrL2CacheSize, 0},
+      {cudaDevAttrMemoryClockRate, 0},
       {cudaDevAttrGlobalMemoryBusWidth, 0},
   };
   for (Attribute& a : attributes) {
@@ -66,12 +69,13 @@ Status launch_status(const char* op) {
 
 Status check_workspace(const char* op, const Tensor& workspace, int64_t bytes, int64_t alignment) {
   if (workspace.bytes() < bytes) {
-    return Status(StatusCode::kInvalidArgument,
-                  std::string(op) + ": workspace must have " + std::to_string(bytes) +
-                      " bytes, but has " + std::to_string(workspace.bytes()));
+    return Status(StatusCode::kInvalidArgument, std::string(op) + ": workspace must have " +
+                                                    std::to_string(bytes) + " bytes, but has " +
+                                                    std::to_string(workspace.bytes()));
   }
-  if (bytes > 0 && reinterpret_cast<uintptr_t>(workspace.data) % alignment != 0) {
-    return Status(StatusCode::kInvalidArgument, std::string(op) + ": workspace must start at a multiple of " +
+  if (bytes > 0 && !is_aligned(workspace.data, alignment)) {
+    return Status(StatusCode::kInvalidArgument, std::string(op) +
+                                                    ": workspace must start at a multiple of " +
                                                     std::to_string(alignment) + " bytes");
   }
   return Status();

@@ -13,7 +13,7 @@ namespace dropless::cuda {
 namespace {
 
 // Shared memory of a routing block, [warps, E] words, stays within the 48 KB that need no opt-in.
-constexpr int kThreads = 512;         // up to 512 experts: 32 KB
+constexpr int kThreads = 512;             // up to 512 experts: 32 KB
 constexpr int kThreadsManyExperts = 256;  // up to 1024 experts: 32 KB
 constexpr int kExpertsPerLaneLimit = 16;  // 512 experts
 
@@ -44,7 +44,8 @@ void dispatch_experts(int64_t num_experts, F&& f) {
   const int64_t per_lane = ceil_div(num_experts, kWarpSize);
   const auto call = [&](auto v) {
     constexpr int kV = decltype(v)::value;
-    f(v, std::integral_constant<int, kV <= kExpertsPerLaneLimit ? kThreads : kThreadsManyExperts>{});
+    f(v, std::integral_constant < int,
+      kV <= kExpertsPerLaneLimit ? kThreads : kThreadsManyExperts > {});
   };
   if (per_lane <= 1) return call(std::integral_constant<int, 1>{});
   if (per_lane <= 2) return call(std::integral_constant<int, 2>{});
@@ -109,8 +110,8 @@ Status launch_route(const RouteArgs& args, const Tensor& workspace, Stream strea
     });
     DROPLESS_RETURN_IF_ERROR(launch_status("route"));
   }
-  PlaceRowsParams place = place_params(args.plan, p.ids, tokens, args.ids.dims[1], args.capacity,
-                                       workspace);
+  PlaceRowsParams place =
+      place_params(args.plan, p.ids, tokens, args.ids.dims[1], args.capacity, workspace);
   place.chunk_prob_sum = p.prob_sum;
   place.chunk_sums = p.sums;
   place.chunk_counters = p.counters;
@@ -139,8 +140,9 @@ Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
   dispatch_experts(p.num_experts, [&](auto v, auto) {
     constexpr int kBlock = 256;  // tokens share nothing, so small blocks balance best
     constexpr int kWarps = kBlock / kWarpSize;
-    route_backward_kernel<T, v(), kBlock><<<static_cast<unsigned>(ceil_div(p.tokens, kWarps)), kBlock,
-                                          kWarps * p.num_experts * sizeof(float), stream>>>(p);
+    route_backward_kernel<T, v(), kBlock>
+        <<<static_cast<unsigned>(ceil_div(p.tokens, kWarps)), kBlock,
+           kWarps * p.num_experts * sizeof(float), stream>>>(p);
   });
   return launch_status("route_backward");
 }
@@ -151,9 +153,8 @@ Status route(const RouteArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   DROPLESS_RETURN_IF_ERROR(check_limits("route", args.logits.dims[1], args.ids.dims[1]));
   DROPLESS_RETURN_IF_ERROR(check_workspace("route", workspace, route_workspace_bytes(args), 4));
-  return args.logits.dtype == DType::kBF16
-             ? launch_route<__nv_bfloat16>(args, workspace, stream)
-             : launch_route<float>(args, workspace, stream);
+  return args.logits.dtype == DType::kBF16 ? launch_route<__nv_bfloat16>(args, workspace, stream)
+                                           : launch_route<float>(args, workspace, stream);
 }
 
 Status route_backward(const RouteBackwardArgs& args, Tensor, Stream stream) {
@@ -181,8 +182,8 @@ Status plan(const PlanArgs& args, Tensor workspace, Stream stream) {
     p.num_experts = place.num_experts;
     p.experts_per_token = place.experts_per_token;
     p.tokens_per_chunk = place.tokens_per_chunk;
-    const int threads = num_experts <= kWarpSize * kExpertsPerLaneLimit ? kThreads
-                                                                        : kThreadsManyExperts;
+    const int threads =
+        num_experts <= kWarpSize * kExpertsPerLaneLimit ? kThreads : kThreadsManyExperts;
     const int64_t words = threads / kWarpSize * num_experts;
     count_slots_kernel<<<static_cast<unsigned>(place.chunks), threads, words * 4, stream>>>(p);
     DROPLESS_RETURN_IF_ERROR(launch_status("plan"));

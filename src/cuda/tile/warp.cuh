@@ -10,8 +10,8 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-// Sum over the lanes at distances `Lanes`/2, ..., 2, 1: every lane of a group of `Lanes` gets the same
-// bits, those of the pairwise sum.
+// Sum over the lanes at distances `Lanes`/2, ..., 2, 1: every lane of a group of `Lanes` gets the
+// same bits, those of the pairwise sum.
 template <int Lanes = kWarpSize, class T>
 __device__ T warp_sum(T value) {
 #pragma unroll

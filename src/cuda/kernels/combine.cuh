@@ -1,0 +1,254 @@
+// Moving rows between token order and expert order. Every kernel here is bound by memory: a lane
+// moves 16 bytes an access where widths and addresses allow it, and keeps several accesses in
+// flight.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/warp.cuh"
+
+namespace dropless::cuda {
+
+// Token of a slot, or -1 if there is none. 32-bit: a 64-bit division takes about 100 instructions.
+__device__ inline int token_of_slot(int slot, int experts_per_token, int tokens) {
+  if (slot < 0) return -1;
+  const int token = slot / experts_per_token;
+  return token < tokens ? token : -1;
+}
+
+struct PermuteParams {
+  const uint8_t* x;            // [T, H] as bytes: [T, row_bytes]
+  const int32_t* slot_of_row;  // [M]
+  uint8_t* rows;               // [M, H] as bytes
+  int64_t row_bytes;
+  int64_t num_rows;
+  int experts_per_token;
+  int tokens;
+};
+
+// Accesses that one warp has in flight: 8 of 512 bytes, so that few warps fill the memory pipes.
+constexpr int kPermuteUnroll = 8;
+
+// Grid: (ceil(M / warps), segments of a row). A warp copies kPermuteUnroll * 32 words of one row.
+template <class Word>
+__global__ void permute_kernel(PermuteParams p) {
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
+  if (row >= p.num_rows) return;
+  const int token = token_of_slot(p.slot_of_row[row], p.experts_per_token, p.tokens);
+  const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * (kPermuteUnroll * kWarpSize) + lane_id();
+  const Word* from = reinterpret_cast<const Word*>(p.x + static_cast<int64_t>(token) * p.row_bytes);
+  Word* to = reinterpret_cast<Word*>(p.rows + row * p.row_bytes);
+  Word held[kPermuteUnroll];
+#pragma unroll
+  for (int i = 0; i < kPermuteUnroll; ++i) {
+    const int64_t word = first + i * kWarpSize;
+    held[i] = token >= 0 && word < words ? from[word] : Word{};
+  }
+#pragma unroll
+  for (int i = 0; i < kPermuteUnroll; ++i) {
+    const int64_t word = first + i * kWarpSize;
+    if (word < words) to[word] = held[i];
+  }
+}
+
+template <class In, class OutElement>
+struct CombineParams {
+  const In* rows;              // [M, H]
+  const int32_t* row_of_slot;  // [T, K]
+  const float* weights;        // [T, K] or null
+  OutElement* out;             // [T, H]
+  int64_t tokens;
+  int64_t num_rows;
+  int64_t width;  // H
+  int experts_per_token;
+};
+
+// Rows of a token read at once; more choices take further steps.
+constexpr int kCombineUnroll = 8;
+
+// Grid: (tokens, segments). Block: one pack of N columns a thread. Sums in the order of k, in fp32.
+template <class In, class OutElement, int N>
+__global__ void combine_kernel(CombineParams<In, OutElement> p) {
+  const int64_t t = blockIdx.x;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N;
+  if (column >= p.width) return;
+  const int32_t* row_of_slot = p.row_of_slot + t * p.experts_per_token;
+  float sum[N] = {};
+  for (int k0 = 0; k0 < p.experts_per_token; k0 += kCombineUnroll) {
+    Pack<In, N> held[kCombineUnroll];
+    float weight[kCombineUnroll];
+    bool has_row[kCombineUnroll];
+#pragma unroll
+    for (int i = 0; i < kCombineUnroll; ++i) {
+      const int k = k0 + i;
+      const int row = k < p.experts_per_token ? row_of_slot[k] : -1;
+      has_row[i] = row >= 0 && row < p.num_rows;
+      weight[i] = 1.0f;
+      if (!has_row[i]) continue;
+      held[i] = Pack<In, N>::load(p.rows + row * p.width + column);
+      if (p.weights != nullptr) weight[i] = p.weights[t * p.experts_per_token + k];
+    }
+#pragma unroll
+    for (int i = 0; i < kCombineUnroll; ++i) {
+      if (!has_row[i]) continue;
+#pragma unroll
+      for (int c = 0; c < N; ++c) sum[c] = fmaf(weight[i], to_float(held[i].element[c]), sum[c]);
+    }
+  }
+  Pack<OutElement, N> result;
+#pragma unroll
+  for (int c = 0; c < N; ++c) result.element[c] = from_float<OutElement>(sum[c]);
+  result.store(p.out + t * p.width + column);
+}
+
+template <class Dy, class Row>
+struct CombineBackwardParams {
+  const Dy* dy;                // [T, H]
+  const Row* rows;             // [M, H]
+  const int32_t* row_of_slot;  // [T, K]
+  const int32_t* slot_of_row;  // [M]
+  const float* weights;        // [T, K]
+  Row* d_rows;                 // [M, H]
+  float* d_weights;            // [T, K]
+  int64_t tokens;
+  int64_t num_rows;
+  int64_t width;  // H
+  int experts_per_token;
+};
+
+// Rows of a token read at once; more choices take further steps.
+constexpr int kCombineBackwardUnroll = 4;
+constexpr int kCombineBackwardWarps = 8;
+
+// Clears the rows of one block that have no slot.
+template <class Dy, class Row, int N>
+__device__ void clear_rows_without_slot(const CombineBackwardParams<Dy, Row>& p, int64_t first) {
+  const int64_t last = min(first + blockDim.x, p.num_rows);
+  for (int64_t row = first + threadIdx.x / kWarpSize; row < last; row += kCombineBackwardWarps) {
+    const int64_t tokens = min(p.tokens, int64_t{INT32_MAX});
+    if (token_of_slot(p.slot_of_row[row], p.experts_per_token, static_cast<int>(tokens)) >= 0)
+      continue;
+    for (int64_t column = lane_id() * N; column < p.width; column += kWarpSize * N) {
+      Pack<Row, N>{}.store(p.d_rows + row * p.width + column);
+    }
+  }
+}
+
+// Grid: T blocks for the tokens, then enough blocks of `blockDim.x` rows to clear those without a
+// slot. A token's block reads its dy and each of its rows once.
+template <class Dy, class Row, int N>
+__global__ void __launch_bounds__(kCombineBackwardWarps* kWarpSize)
+    combine_backward_kernel(CombineBackwardParams<Dy, Row> p) {
+  constexpr int kRows = kCombineBackwardUnroll;
+  __shared__ float partial[kRows][kCombineBackwardWarps];
+  if (blockIdx.x >= p.tokens) {
+    return clear_rows_without_slot<Dy, Row, N>(p, (blockIdx.x - p.tokens) * blockDim.x);
+  }
+  const int64_t t = blockIdx.x;
+  const int64_t first_slot = t * p.experts_per_token;
+  const int warp = threadIdx.x / kWarpSize;
+  for (int k0 = 0; k0 < p.experts_per_token; k0 += kRows) {
+    int64_t row[kRows];  // -1: none
+    float weight[kRows] = {};
+    float dot[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      row[i] = k0 + i < p.experts_per_token ? p.row_of_slot[first_slot + k0 + i] : -1;
+      if (row[i] >= p.num_rows) row[i] = -1;
+      if (row[i] >= 0) weight[i] = p.weights[first_slot + k0 + i];
+    }
+    for (int64_t column = threadIdx.x * N; column < p.width; column += blockDim.x * N) {
+      const Pack<Dy, N> gradient = Pack<Dy, N>::load(p.dy + t * p.width + column);
+      Pack<Row, N> value[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (row[i] >= 0) value[i] = Pack<Row, N>::load(p.rows + row[i] * p.width + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (row[i] < 0) continue;
+        Pack<Row, N> d_row;
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          const float g = to_float(gradient.element[c]);
+          dot[i] = fmaf(g, to_float(value[i].element[c]), dot[i]);
+          d_row.element[c] = from_float<Row>(weight[i] * g);
+        }
+        d_row.store(p.d_rows + row[i] * p.width + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      dot[i] = warp_sum(dot[i]);
+      if (lane_id() == 0) partial[i][warp] = dot[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < kRows && k0 + static_cast<int>(threadIdx.x) < p.experts_per_token) {
+      // A slot without a row has only zeros here.
+      float total = 0.0f;
+      for (int w = 0; w < kCombineBackwardWarps; ++w) total += partial[threadIdx.x][w];
+      p.d_weights[first_slot + k0 + threadIdx.x] = total;
+    }
+    __syncthreads();
+  }
+}
+
+template <class T>
+struct GroupSumParams {
+  const T* x;                  // [M or T, P*N]
+  const int32_t* slot_of_row;  // [M], null without gather and weights
+  const float* weights;        // [T, K] or null
+  const int32_t* offsets;      // [E+1]
+  float* out;                  // [E, P*N]
+  int64_t num_rows;            // M
+  int64_t source_rows;         // rows of x
+  int64_t num_slots;           // T*K, the size of weights
+  int64_t width;               // P*N
+  int num_experts;
+  int experts_per_token;
+  bool gather;
+};
+
+constexpr int kGroupSumWarps = 16;
+
+// Grid: (segments of 32 N columns, E). Warp w sums rows w, w + 16, ... of its expert, and the
+// warps' sums are added in order.
+template <class T, int N>
+__global__ void __launch_bounds__(kGroupSumWarps* kWarpSize) group_sum_kernel(GroupSumParams<T> p) {
+  __shared__ float partial[kGroupSumWarps][kWarpSize * N];
+  const int warp = threadIdx.x / kWarpSize;
+  const int64_t first_column = static_cast<int64_t>(blockIdx.x) * (kWarpSize * N);
+  const int64_t column = first_column + lane_id() * N;
+  const int64_t e = blockIdx.y;
+  const int64_t begin = max(int64_t{p.offsets[e]}, int64_t{0});
+  const int64_t end = min(int64_t{p.offsets[e + 1]}, p.num_rows);
+  float sum[N] = {};
+  if (column < p.width) {
+#pragma unroll 4
+    for (int64_t row = begin + warp; row < end; row += kGroupSumWarps) {
+      const int slot = p.slot_of_row != nullptr ? p.slot_of_row[row] : 0;
+      const int64_t index = p.gather ? (slot >= 0 ? slot / p.experts_per_token : -1) : row;
+      const bool weighted = p.weights != nullptr;
+      if (index < 0 || index >= p.source_rows) continue;
+      if (weighted && (slot < 0 || slot >= p.num_slots)) continue;
+      const float weight = weighted ? p.weights[slot] : 1.0f;
+      const Pack<T, N> value = Pack<T, N>::load(p.x + index * p.width + column);
+#pragma unroll
+      for (int c = 0; c < N; ++c) sum[c] = fmaf(weight, to_float(value.element[c]), sum[c]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < N; ++c) partial[warp][lane_id() * N + c] = sum[c];
+  __syncthreads();
+  for (int c = threadIdx.x; c < kWarpSize * N; c += blockDim.x) {
+    if (first_column + c >= p.width) continue;
+    float total = 0.0f;
+    for (int w = 0; w < kGroupSumWarps; ++w) total += partial[w][c];
+    p.out[e * p.width + first_column + c] = total;
+  }
+}
+
+}  // namespace dropless::cuda
