@@ -67,8 +67,8 @@ function(dropless_cuda_objects variable)
     cmake_path(GET source STEM name)
     set(object ${PROJECT_BINARY_DIR}/cuda/${name}.o)
     set(architectures ${gencode})
-    # A file named *_sm90.cu holds what only Hopper can run.
-    if(name MATCHES "_sm90$")
+    # A file with sm90 in its name holds what only Hopper can run.
+    if(name MATCHES "_sm90(_|$)")
       set(architectures ${gencode_90a})
     endif()
     add_custom_command(

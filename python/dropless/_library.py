@@ -86,8 +86,8 @@ def check_ffi_api(build: tuple[int, int], runtime: tuple[int, int] | None, jaxli
         return
     raise ImportError(
         f"Dropless was built for XLA FFI API {build[0]}.{build[1]}, but jaxlib {jaxlib} has XLA "
-        f"FFI API {runtime[0]}.{runtime[1]}, which is older. Install a newer jax (pip install -U jax "
-        f"jaxlib), or build Dropless from source against this jaxlib's headers."
+        f"FFI API {runtime[0]}.{runtime[1]}, which is older. Install a newer jax (pip install -U "
+        f"jax jaxlib), or build Dropless from source against this jaxlib's headers."
     )
 
 
