@@ -74,11 +74,19 @@ def call(
     """
     arrays = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
     arrays = jax.tree.leaves(unify_axes(arrays))
-    manual = jax.sharding.ManualAxisType(varying=varying_axes(arrays))
+    axes = varying_axes(arrays)
+    where = {}
+    if axes:
+        # Without it the results would claim to be equal on all devices of a shard_map.
+        mesh = jax.sharding.get_abstract_mesh()
+        where = {
+            "sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+            "manual_axis_type": jax.sharding.ManualAxisType(varying=axes),
+        }
 
     def spec(result: Result) -> jax.ShapeDtypeStruct:
         shape, dtype = ((0,), jnp.float32) if result is None else result
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
+        return jax.ShapeDtypeStruct(shape, dtype, **where)
 
     function = jax.ffi.ffi_call(
         _library.target(op),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dropless._config import warn_once
 
@@ -111,7 +111,9 @@ def token_sharding(
         else:
             spec[0] = first
             axes += auto
-    explicit = any(kind == AxisType.Explicit for kind in free.values())
+    # Outside a shard_map, arrays with an Explicit mesh need one even where nothing is split: a custom
+    # call's results would lose the mesh.
+    explicit = AxisType.Explicit in free.values() and len(free) == len(mesh.axis_names)
     if not axes and not explicit:
         return None
     return TokenSharding(mesh, PartitionSpec(*spec), tuple(axes), frozenset(free))
@@ -131,7 +133,9 @@ def _place(array: jax.Array, spec: PartitionSpec, mesh: Any) -> jax.Array:
 
     have = tuple(explicit(entry) for entry in sharding.spec)
     target = tuple(explicit(entry) for entry in want)
-    return array if have == target else jax.sharding.reshard(array, PartitionSpec(*target))
+    if have == target:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*target)))
 
 
 def sharded(
