@@ -229,7 +229,6 @@ class Run {
 
     static thread_local Scratch c_scratch;  // <= (kItemRows + mr) * 272 floats
     float* c = reinterpret_cast<float*>(c_scratch.reserve(c_rows * ldc * 4));
-    if (part.blocks->empty()) std::memset(c, 0, c_rows * ldc * 4);
 
     int64_t longest = 0;
     for (const KBlock& b : *part.blocks) longest = std::max(longest, b.packed_length);
@@ -255,7 +254,9 @@ class Run {
       for (int64_t m = item.m_begin; m < item.m_end; m += kernel_.mr) {
         const int count = static_cast<int>(std::min<int64_t>(kernel_.mr, item.m_end - m));
         float* strip = keep_c ? c + (m - item.m_begin) * ldc : c;
-        if (block != nullptr) {
+        if (block == nullptr) {
+          std::memset(strip, 0, kernel_.mr * ldc * 4);
+        } else {
           const char* a = packed_a_ + part.a_offset +
                           (m - part.m_begin) / kernel_.mr * part.panel_bytes;
           const float* a_scales = reinterpret_cast<const float*>(a + part.scale_offset) +
