@@ -24,19 +24,31 @@ Row logits_of(const ConstTensor& logits /* [T, E] */, int64_t t) {
   return z;
 }
 
-double log_sum_exp(const Row& z) {
+// NaN if any is NaN.
+double max_of(const Row& z) {
   double largest = -INFINITY;
   for (const double v : z) largest = std::isnan(v) || v > largest ? v : largest;
+  return largest;
+}
+
+double log_sum_exp(const Row& z) {
+  const double largest = max_of(z);
   if (std::isinf(largest)) return largest;
   double sum = 0;
   for (const double v : z) sum += std::exp(v - largest);
   return largest + std::log(sum);
 }
 
+// All NaN if any logit is NaN or +inf, or if all are -inf.
 Row softmax(const Row& z) {
-  const double lse = log_sum_exp(z);
-  Row s(z.size());
-  for (size_t i = 0; i < z.size(); ++i) s[i] = std::exp(z[i] - lse);
+  const double largest = max_of(z);
+  Row s;
+  double sum = 0;
+  for (const double v : z) {
+    s.push_back(std::exp(v - largest));
+    sum += s.back();
+  }
+  for (double& v : s) v /= sum;
   return s;
 }
 

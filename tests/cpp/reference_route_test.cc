@@ -1,0 +1,328 @@
+// The reference router against a naive computation and finite differences, both in double.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "dropless/route.h"
+#include "tests/cpp/support/compare.h"
+#include "tests/cpp/support/routing.h"
+
+namespace dropless {
+namespace {
+
+using namespace dropless::testing;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Naive {
+  std::vector<double> weights;  // [K]
+  std::vector<double> prob;     // [E]
+  double lse_square = 0, entropy = 0;
+};
+
+// One token, by the definitions; `ids` are the chosen experts.
+Naive naive_router(const RouterOptions& o, const std::vector<double>& z,
+                   const std::vector<int>& ids) {
+  Naive r;
+  double exp_all = 0, exp_chosen = 0, sigmoid_all = 0;
+  for (const double v : z) exp_all += std::exp(v), sigmoid_all += 1 / (1 + std::exp(-v));
+  for (const int id : ids) exp_chosen += std::exp(z[id]);
+  for (const int id : ids) {
+    double w = 1 / (1 + std::exp(-z[id]));
+    if (o.score == RouterScore::kSoftmax) {
+      w = std::exp(z[id]) / (o.score_before_topk ? exp_all : exp_chosen);
+    }
+    r.weights.push_back(w);
+  }
+  if (o.renormalize) {
+    double sum = o.renormalize_eps;
+    for (const double w : r.weights) sum += w;
+    for (double& w : r.weights) w /= sum;
+  }
+  for (double& w : r.weights) w *= o.scale;
+  for (const double v : z) {
+    const double q = o.score == RouterScore::kSoftmax ? std::exp(v) / exp_all
+                                                      : 1 / (1 + std::exp(-v)) / sigmoid_all;
+    r.prob.push_back(q);
+    r.entropy -= q * std::log(q);
+  }
+  r.lse_square = std::log(exp_all) * std::log(exp_all);
+  return r;
+}
+
+std::vector<double> row_of(const Array& a, int64_t t) {
+  const int64_t width = a.dim(1);
+  std::vector<double> row;
+  for (int64_t i = 0; i < width; ++i) row.push_back(a[t * width + i]);
+  return row;
+}
+
+// K largest of `keys`, by repeated search.
+std::vector<int> naive_top_k(std::vector<double> keys, int64_t k) {
+  std::vector<int> ids;
+  for (int64_t i = 0; i < k; ++i) {
+    int best = 0;
+    for (size_t e = 1; e < keys.size(); ++e) {
+      if (keys[e] > keys[best]) best = static_cast<int>(e);
+    }
+    ids.push_back(best);
+    keys[best] = -kInf;
+  }
+  return ids;
+}
+
+class RouteOptions : public ::testing::TestWithParam<RouterOptions> {};
+
+TEST_P(RouteOptions, F7_ForwardMatchesDefinition) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Rng rng(7);
+    Routing r(11, 9, 4, dtype);
+    r.options = GetParam();
+    r.randomize(rng);
+    r.add_mask();
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    std::vector<double> prob_sum(9, 0.0);
+    double lse_squares = 0, entropies = 0;
+    int real = 0;
+    for (int64_t t = 0; t < r.tokens(); ++t) {
+      const std::vector<double> z = row_of(r.logits, t);
+      const std::vector<int> ids = naive_top_k(z, 4);
+      const Naive naive = naive_router(r.options, z, ids);
+      for (int64_t k = 0; k < 4; ++k) {
+        EXPECT_EQ(r.ids[t * 4 + k], r.is_real(t) ? ids[k] : -1);
+        const double expected = r.is_real(t) ? naive.weights[k] : 0;
+        EXPECT_NEAR(r.weights[t * 4 + k], expected, 0x1p-23 * expected);
+      }
+      if (!r.is_real(t)) continue;
+      for (size_t e = 0; e < 9; ++e) prob_sum[e] += naive.prob[e];
+      lse_squares += naive.lse_square;
+      entropies += naive.entropy;
+      ++real;
+    }
+    for (int64_t e = 0; e < 9; ++e) {
+      EXPECT_NEAR(r.prob_sum[e], prob_sum[e], 0x1p-23 * prob_sum[e]);
+    }
+    EXPECT_NEAR(r.sums[0], lse_squares, 0x1p-23 * lse_squares);
+    EXPECT_NEAR(r.sums[1], entropies, 0x1p-23 * entropies);
+    EXPECT_EQ(r.counters[0], real);
+    EXPECT_EQ(r.counters[1], 0);
+  }
+}
+
+TEST_P(RouteOptions, BackwardMatchesFiniteDifferences) {
+  Rng rng(8);
+  Routing r(7, 10, 3);
+  r.options = GetParam();
+  r.randomize(rng);
+  r.add_mask();
+  ASSERT_TRUE(reference::route(r.forward()).ok());
+  ASSERT_TRUE(reference::route_backward(r.backward()).ok());
+  for (int64_t t = 0; t < r.tokens(); ++t) {
+    std::vector<double> z = row_of(r.logits, t);
+    const std::vector<int> ids = naive_top_k(z, 3);
+    const auto objective = [&] {
+      const Naive n = naive_router(r.options, z, ids);
+      double sum = r.d_sums[0] * n.lse_square + r.d_sums[1] * n.entropy;
+      for (int64_t k = 0; k < 3; ++k) sum += r.d_weights[t * 3 + k] * n.weights[k];
+      for (int64_t e = 0; e < 10; ++e) sum += r.d_prob_sum[e] * n.prob[e];
+      return sum;
+    };
+    for (int64_t e = 0; e < 10; ++e) {
+      // Central differences: the error is h^2 (1e-10) from the series and 1e-16 / h from rounding.
+      constexpr double kStep = 1e-5;
+      const double at = z[e];
+      z[e] = at + kStep;
+      const double above = objective();
+      z[e] = at - kStep;
+      const double below = objective();
+      z[e] = at;
+      const double expected = r.is_real(t) ? (above - below) / (2 * kStep) : 0.0;
+      EXPECT_NEAR(r.d_logits[t * 10 + e], expected, 1e-8 + 0x1p-23 * std::abs(expected))
+          << "token " << t << " expert " << e;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RouteOptions, ::testing::ValuesIn(all_router_options()));
+
+TEST(ReferenceRoute, F1_TopKIsValidForAnyLogits) {
+  const std::vector<std::vector<float>> rows = {
+      {kNan, kNan, kNan, kNan, kNan},   {-kInf, -kInf, -kInf, -kInf, -kInf},
+      {kInf, kInf, kInf, kInf, kInf},   {kNan, 1, -kInf, kInf, 1},
+      {-kInf, kNan, -kInf, kNan, kNan}, {2, 2, 2, 2, 2},
+      {-0.0f, 0.0f, -1, 0.0f, -0.0f},
+  };
+  const std::vector<std::vector<int>> expected = {
+      {0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {3, 1, 4}, {0, 2, 1}, {0, 1, 2}, {0, 1, 3},
+  };
+  Routing r(7, 5, 3);
+  int non_finite = 0;
+  for (int64_t t = 0; t < 7; ++t) {
+    for (int64_t e = 0; e < 5; ++e) {
+      r.logits.set(t * 5 + e, rows[t][e]);
+      non_finite += std::isfinite(rows[t][e]) ? 0 : 1;
+    }
+  }
+  ASSERT_TRUE(reference::route(r.forward()).ok());
+  for (int64_t i = 0; i < 21; ++i) EXPECT_EQ(r.ids[i], expected[i / 3][i % 3]) << "slot " << i;
+  EXPECT_EQ(r.counters[1], non_finite);  // a11: the user can learn of it
+}
+
+TEST(ReferenceRoute, F1_NanScoresWithSelectionBiasStillGiveDistinctIds) {
+  for (const RouterOptions& options : all_router_options()) {
+    Routing r(2, 5, 4);
+    r.options = options;
+    for (int64_t e = 0; e < 5; ++e) {
+      r.logits.set(e, kNan);
+      r.logits.set(5 + e, e == 2 ? kInf : -kInf);
+    }
+    r.selection_bias = Array(DType::kF32, {5}).fill(1.0);
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    for (int64_t t = 0; t < 2; ++t) {
+      const std::vector<double> row = row_of(r.ids, t);
+      const std::set<double> ids(row.begin(), row.end());
+      EXPECT_EQ(ids.size(), 4u);
+      EXPECT_GE(*ids.begin(), 0);
+      EXPECT_LT(*ids.rbegin(), 5);
+    }
+  }
+}
+
+TEST(ReferenceRoute, F3_LogitsThatDifferOnlyInFp32) {
+  Routing r(1, 3, 1);
+  r.logits.set(0, 1.0);
+  r.logits.set(1, 1.0 + 0x1p-20);  // equal in bfloat16
+  r.logits.set(2, 0.0);
+  ASSERT_TRUE(reference::route(r.forward()).ok());
+  EXPECT_EQ(r.ids[0], 1);
+}
+
+TEST(ReferenceRoute, LogitsWhoseScoresSaturateKeepTheirOrder) {
+  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+    Routing r(1, 4, 3);
+    r.options.score = score;
+    const float logits[] = {-200, 60, 90, -190};  // float32 scores are 0 or 1
+    for (int64_t e = 0; e < 4; ++e) r.logits.set(e, logits[e]);
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    EXPECT_EQ(to_ints(r.ids), (std::vector<int32_t>{2, 1, 3}));
+  }
+}
+
+TEST(ReferenceRoute, F6_SelectionBiasChangesIdsNotWeights) {
+  for (RouterOptions options : all_router_options()) {
+    options.renormalize = false;
+    Rng rng(3);
+    Routing r(4, 6, 2);
+    r.options = options;
+    r.randomize(rng);
+    r.selection_bias = Array(DType::kF32, {6}).fill(0.0);
+    r.selection_bias.set(1, 10);
+    r.selection_bias.set(4, 20);
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    for (int64_t t = 0; t < 4; ++t) {
+      EXPECT_EQ(r.ids[t * 2], 4);
+      EXPECT_EQ(r.ids[t * 2 + 1], 1);
+      const Naive naive = naive_router(options, row_of(r.logits, t), {4, 1});
+      for (int64_t k = 0; k < 2; ++k) {
+        EXPECT_NEAR(r.weights[t * 2 + k], naive.weights[k], 0x1p-23 * naive.weights[k]);
+      }
+    }
+  }
+}
+
+TEST(ReferenceRoute, F8_BothOrdersAgreeAfterRenormalisation) {
+  Rng rng(5);
+  Routing before(6, 8, 3), after(6, 8, 3);
+  before.randomize(rng);
+  after.logits = before.logits;
+  after.options.score_before_topk = false;
+  ASSERT_TRUE(reference::route(before.forward()).ok());
+  ASSERT_TRUE(reference::route(after.forward()).ok());
+  EXPECT_TRUE(before.ids.same_bits(after.ids));
+  EXPECT_TRUE(close(before.weights, after.weights, rounded_to(DType::kF32)));
+  before.options.renormalize = after.options.renormalize = false;
+  ASSERT_TRUE(reference::route(before.forward()).ok());
+  ASSERT_TRUE(reference::route(after.forward()).ok());
+  EXPECT_LT(before.weights[0], after.weights[0]);
+}
+
+TEST(ReferenceRoute, H1_PaddingChangesNothingEvenIfItIsNan) {
+  Rng rng(6);
+  Routing plain(5, 7, 2), padded(20, 7, 2);
+  plain.randomize(rng);
+  padded.randomize(rng);
+  padded.mask = Array(DType::kU8, {20}).fill(0);
+  for (int64_t t = 0; t < 20; ++t) {
+    for (int64_t e = 0; e < 7; ++e) {
+      padded.logits.set(t * 7 + e, t % 4 == 2 ? plain.logits[t / 4 * 7 + e] : kNan);
+    }
+    if (t % 4 == 2) padded.mask.set(t, 1);
+  }
+  padded.d_prob_sum = plain.d_prob_sum;
+  padded.d_sums = plain.d_sums;
+  for (int64_t s = 0; s < 10; ++s)
+    padded.d_weights.set((s / 2 * 4 + 2) * 2 + s % 2, plain.d_weights[s]);
+  for (Routing* r : {&plain, &padded}) {
+    ASSERT_TRUE(reference::route(r->forward()).ok());
+    ASSERT_TRUE(reference::route_backward(r->backward()).ok());
+  }
+  EXPECT_TRUE(plain.prob_sum.same_bits(padded.prob_sum));
+  EXPECT_TRUE(plain.sums.same_bits(padded.sums));
+  EXPECT_TRUE(plain.counters.same_bits(padded.counters));
+  EXPECT_TRUE(plain.plan.counts.same_bits(padded.plan.counts));
+  for (int64_t t = 0; t < 20; ++t) {
+    for (int64_t e = 0; e < 7; ++e) {
+      EXPECT_EQ(padded.d_logits[t * 7 + e], t % 4 == 2 ? plain.d_logits[t / 4 * 7 + e] : 0.0);
+    }
+  }
+}
+
+TEST(ReferenceRoute, MinusInfinityForbidsAnExpertWithFiniteGradients) {
+  Rng rng(9);
+  for (const RouterOptions& options : all_router_options()) {
+    Routing r(3, 5, 2);
+    r.options = options;
+    r.randomize(rng);
+    for (int64_t t = 0; t < 3; ++t) r.logits.set(t * 5 + t, -kInf);
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    ASSERT_TRUE(reference::route_backward(r.backward()).ok());
+    EXPECT_TRUE(all_finite(r.weights));
+    EXPECT_TRUE(all_finite(r.prob_sum));
+    EXPECT_TRUE(all_finite(r.sums));
+    EXPECT_TRUE(all_finite(r.d_logits));
+    for (int64_t t = 0; t < 3; ++t) EXPECT_EQ(r.d_logits[t * 5 + t], 0);
+  }
+}
+
+TEST(ReferenceRoute, F9_AnyNumberOfExpertsAndChoices) {
+  Rng rng(10);
+  for (const int64_t num_experts : {1, 2, 3, 7, 60, 257, 1000}) {
+    for (const int64_t per_token : {int64_t{1}, int64_t{3}, int64_t{12}, num_experts}) {
+      if (per_token > num_experts) continue;
+      Routing r(2, num_experts, per_token);
+      r.randomize(rng);
+      ASSERT_TRUE(reference::route(r.forward()).ok());
+      for (int64_t t = 0; t < 2; ++t) {
+        const std::vector<int> expected = naive_top_k(row_of(r.logits, t), per_token);
+        for (int64_t k = 0; k < per_token; ++k) EXPECT_EQ(r.ids[t * per_token + k], expected[k]);
+      }
+    }
+  }
+}
+
+TEST(ReferenceRoute, NoTokens) {
+  Routing r(0, 3, 2);
+  ASSERT_TRUE(reference::route(r.forward()).ok());
+  ASSERT_TRUE(reference::route_backward(r.backward()).ok());
+  EXPECT_TRUE(rows_are_zero(r.prob_sum, 0, 3));
+  EXPECT_TRUE(rows_are_zero(r.sums, 0, 2));
+  EXPECT_TRUE(rows_are_zero(r.counters, 0, 2));
+  EXPECT_TRUE(rows_are_zero(r.plan.counts, 0, 3));
+  EXPECT_TRUE(rows_are_zero(r.plan.offsets, 0, 4));
+}
+
+}  // namespace
+}  // namespace dropless
