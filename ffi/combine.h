@@ -12,9 +12,9 @@ struct Permute {
   template <class Binding>
   static auto bind(Binding binding) {
     return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()   // x [T, H]
-        .template Arg<ffi::AnyBuffer>()   // slot_of_row [M]
-        .template Ret<ffi::AnyBuffer>()   // rows [M, H]
+        .template Arg<ffi::AnyBuffer>()  // x [T, H]
+        .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
+        .template Ret<ffi::AnyBuffer>()  // rows [M, H]
         .template Attr<int64_t>("experts_per_token");
   }
 
@@ -94,8 +94,9 @@ struct GroupSum {
     args.x = d.in("x", x);
     args.weights = d.optional_in("weights", weights);
     // Where the map is needed, shape (0,) means M = 0 rather than "absent".
-    args.slot_of_row = gather != 0 || args.weights.given() ? d.in("slot_of_row", slot_of_row)
-                                                           : d.optional_in("slot_of_row", slot_of_row);
+    args.slot_of_row = gather != 0 || args.weights.given()
+                           ? d.in("slot_of_row", slot_of_row)
+                           : d.optional_in("slot_of_row", slot_of_row);
     args.offsets = d.in("offsets", offsets);
     args.gather = gather != 0;
     args.experts_per_token = experts_per_token;

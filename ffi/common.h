@@ -59,6 +59,10 @@ class Decoder {
     return static_cast<ScaleRounding>(value);
   }
 
+  // Keeps the trailing workspace result for the engine; the CPU backend has no use for it.
+  void workspace(Out& buffer) { workspace_ = out("workspace", buffer); }
+  const Tensor& workspace() const { return workspace_; }
+
   void fail(const std::string& message) {
     if (status_.ok()) {
       status_ = Status(StatusCode::kInvalidArgument, std::string(op_) + ": " + message);
@@ -97,9 +101,10 @@ class Decoder {
         tensor.dtype = DType::kU8;
         break;
       default:
-        fail(std::string(name) +
-             " must be float32, bfloat16, float8_e4m3fn, int32 or uint8, but has XLA element type " +
-             std::to_string(static_cast<int>(buffer.element_type())));
+        fail(
+            std::string(name) +
+            " must be float32, bfloat16, float8_e4m3fn, int32 or uint8, but has XLA element type " +
+            std::to_string(static_cast<int>(buffer.element_type())));
         return tensor;
     }
     tensor.data = buffer.untyped_data();
@@ -110,6 +115,7 @@ class Decoder {
 
   const char* op_;
   Status status_;
+  Tensor workspace_;
 };
 
 // Runs `body`, a function that returns Status; the only place where exceptions (out of memory, in

@@ -1,5 +1,5 @@
-// The number in every target's name. It rises whenever operands, results or attributes of any target
-// change, so that a compile cache of an older version never calls a newer kernel.
+// The number in every target's name. It rises whenever operands, results or attributes of any
+// target change, so that a compile cache of an older version never calls a newer kernel.
 #pragma once
 
 #define DROPLESS_CONTRACT 1

@@ -2,19 +2,19 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 
+#include "core/parallel_job.h"
 #include "dropless/executor.h"
 #include "ffi/common.h"
 
 namespace dropless::binding {
 
 // XLA's intra-op pool, shared by every device and every program of the process. It must never be
-// blocked: the calling thread takes items itself and waits only for items that some thread has already
-// begun, and a helper that the pool starts late finds nothing left and leaves.
+// blocked: the calling thread takes items itself and waits only for items that some thread has
+// already begun, and a helper that the pool starts late finds nothing left and leaves.
 class PoolExecutor final : public Executor {
  public:
   explicit PoolExecutor(ffi::ThreadPool& pool)
@@ -28,41 +28,15 @@ class PoolExecutor final : public Executor {
       for (int64_t i = 0; i < count; ++i) item(i);
       return;
     }
-    // A helper may start after this call has returned, so it shares ownership of the job; it touches
-    // `item` only for an index it took, and this call outlives those.
-    auto job = std::make_shared<Job>(count, item);
+    const auto job = std::make_shared<ParallelJob>(count, item);
     for (int64_t i = 0; i < helpers; ++i) {
-      pool_.Schedule([job] { job->work(); });
+      pool_.Schedule([job] { job->run_items(); });
     }
-    job->work();
+    job->run_items();
     job->wait();
   }
 
  private:
-  struct Job {
-    Job(int64_t count, const std::function<void(int64_t)>& item) : count(count), item(&item) {}
-
-    void work() {
-      for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < count;
-           i = next.fetch_add(1, std::memory_order_relaxed)) {
-        (*item)(i);
-        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_all();
-      }
-    }
-
-    void wait() {
-      for (int64_t seen = done.load(std::memory_order_acquire); seen < count;
-           seen = done.load(std::memory_order_acquire)) {
-        done.wait(seen, std::memory_order_acquire);
-      }
-    }
-
-    const int64_t count;
-    const std::function<void(int64_t)>* item;
-    std::atomic<int64_t> next{0};
-    std::atomic<int64_t> done{0};
-  };
-
   ffi::ThreadPool& pool_;
   const int concurrency_;
 };
@@ -84,13 +58,14 @@ auto cpu_handler(const char* name, Engine engine) {
 }  // namespace dropless::binding
 
 // Defines and exports the CPU target of `op`, declared by `Op`, run by dropless::cpu::op.
-#define DROPLESS_CPU_HANDLER(op, Op)                                                          \
-  DROPLESS_EXPORT XLA_FFI_Error* DROPLESS_TARGET(op)(XLA_FFI_CallFrame * call_frame) {        \
-    static auto* handler = Op::bind(::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::ThreadPool>())    \
-                               .To(::dropless::binding::cpu_handler<Op>(                      \
-                                   #op, [](const auto& args, ::dropless::Executor& executor) { \
-                                     return ::dropless::cpu::op(args, executor);              \
-                                   }))                                                        \
-                               .release();                                                    \
-    return handler->Call(call_frame);                                                         \
+#define DROPLESS_CPU_HANDLER(op, Op)                                                       \
+  DROPLESS_EXPORT XLA_FFI_Error* DROPLESS_TARGET(op)(XLA_FFI_CallFrame * call_frame) {     \
+    static auto* handler = Op::bind(::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::ThreadPool>()) \
+                               .To(::dropless::binding::cpu_handler<Op>(                   \
+                                   #op,                                                    \
+                                   [](const auto& args, ::dropless::Executor& executor) {  \
+                                     return ::dropless::cpu::op(args, executor);           \
+                                   }))                                                     \
+                               .release();                                                 \
+    return handler->Call(call_frame);                                                      \
   }

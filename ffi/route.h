@@ -52,12 +52,14 @@ struct Plan {
         .template Ret<ffi::AnyBuffer>()  // offsets [E+1]
         .template Ret<ffi::AnyBuffer>()  // slot_of_row [M]
         .template Ret<ffi::AnyBuffer>()  // row_of_slot [T, K]
+        .template Ret<ffi::AnyBuffer>()  // workspace
         .template Attr<int64_t>("capacity");
   }
 
   static PlanArgs decode(Decoder& d, In ids, Out counts, Out offsets, Out slot_of_row,
-                         Out row_of_slot, int64_t capacity) {
+                         Out row_of_slot, Out workspace, int64_t capacity) {
     PlanArgs args;
+    d.workspace(workspace);
     args.ids = d.in("ids", ids);
     args.capacity = capacity;
     args.plan = decode_plan(d, counts, offsets, slot_of_row, row_of_slot);
@@ -80,18 +82,19 @@ struct Route {
                            .template Ret<ffi::AnyBuffer>()   // counts [E]
                            .template Ret<ffi::AnyBuffer>()   // offsets [E+1]
                            .template Ret<ffi::AnyBuffer>()   // slot_of_row [M]
-                           .template Ret<ffi::AnyBuffer>())  // row_of_slot [T, K]
+                           .template Ret<ffi::AnyBuffer>()   // row_of_slot [T, K]
+                           .template Ret<ffi::AnyBuffer>())  // workspace
         .template Attr<int64_t>("capacity");
   }
 
   static RouteArgs decode(Decoder& d, In logits, In selection_bias, In mask, Out ids, Out weights,
                           Out prob_sum, Out sums, Out counters, Out counts, Out offsets,
-                          Out slot_of_row, Out row_of_slot, int32_t score,
+                          Out slot_of_row, Out row_of_slot, Out workspace, int32_t score,
                           int32_t score_before_topk, int32_t renormalize, float renormalize_eps,
                           float scale, int64_t capacity) {
     RouteArgs args;
-    args.options =
-        decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    d.workspace(workspace);
+    args.options = decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
     args.logits = d.in("logits", logits);
     args.selection_bias = d.optional_in("selection_bias", selection_bias);
     args.mask = d.optional_in("mask", mask);
@@ -124,8 +127,7 @@ struct RouteBackward {
                                   int32_t score_before_topk, int32_t renormalize,
                                   float renormalize_eps, float scale) {
     RouteBackwardArgs args;
-    args.options =
-        decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    args.options = decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
     args.logits = d.in("logits", logits);
     args.mask = d.optional_in("mask", mask);
     args.ids = d.in("ids", ids);

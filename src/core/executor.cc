@@ -1,12 +1,13 @@
 #include "dropless/executor.h"
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "core/parallel_job.h"
 
 namespace dropless {
 namespace {
@@ -17,41 +18,6 @@ class SerialExecutor final : public Executor {
   void parallel_for(int64_t count, const std::function<void(int64_t)>& item) override {
     for (int64_t i = 0; i < count; ++i) item(i);
   }
-};
-
-// One parallel_for. Helpers may look at it after the caller has returned, hence the shared
-// ownership; they touch `item` only after having taken an index below `count`, which the caller
-// waits for.
-struct Job {
-  Job(int64_t count, const std::function<void(int64_t)>& item) : count(count), item(&item) {}
-
-  void run_items() {
-    int64_t finished = 0;
-    for (;;) {
-      const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) break;
-      (*item)(i);
-      ++finished;
-    }
-    if (finished == 0) return;
-    const std::lock_guard lock(mutex);
-    done += finished;
-    if (done == count) all_done.notify_all();
-  }
-
-  void wait() {
-    std::unique_lock lock(mutex);
-    all_done.wait(lock, [this] { return done == count; });
-  }
-
-  bool exhausted() const { return next.load(std::memory_order_relaxed) >= count; }
-
-  const int64_t count;
-  const std::function<void(int64_t)>* item;
-  std::atomic<int64_t> next = 0;
-  std::mutex mutex;
-  std::condition_variable all_done;
-  int64_t done = 0;
 };
 
 class ThreadPool final : public Executor {
@@ -74,7 +40,7 @@ class ThreadPool final : public Executor {
   void parallel_for(int64_t count, const std::function<void(int64_t)>& item) override {
     if (count <= 0) return;
     if (count == 1 || helpers_.empty()) return serial_executor().parallel_for(count, item);
-    const auto job = std::make_shared<Job>(count, item);
+    const auto job = std::make_shared<ParallelJob>(count, item);
     {
       const std::lock_guard lock(mutex_);
       jobs_.push_back(job);
@@ -91,7 +57,7 @@ class ThreadPool final : public Executor {
  private:
   void help() {
     for (;;) {
-      std::shared_ptr<Job> job;
+      std::shared_ptr<ParallelJob> job;
       {
         std::unique_lock lock(mutex_);
         wake_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
@@ -108,7 +74,7 @@ class ThreadPool final : public Executor {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::shared_ptr<Job>> jobs_;
+  std::deque<std::shared_ptr<ParallelJob>> jobs_;
   bool stopping_ = false;
   std::vector<std::thread> helpers_;
 };
