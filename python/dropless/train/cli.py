@@ -1,0 +1,169 @@
+"""The command line: flags to settings, errors to sentences."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from dropless.train import config as settings
+from dropless.train.errors import UserError
+
+# 2 is what shells and argparse use for a mistake in the command.
+_USAGE_ERROR = 2
+# The files by which a folder is known to hold a run already.
+_RUN_FILES = (settings.RUN_FILE, "metrics.jsonl", "checkpoints", "report.html", "report.png")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as ``UserError`` instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.rstrip(".") + "; --help lists the flags.")
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not value.strip().removeprefix("-").isdecimal() or int(value) < least:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {least}, not {value!r}"
+            )
+        return int(value)
+
+    return parse
+
+
+def _positive(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {value!r}")
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags, none with a default: what is not given is the preset's or the resumed run's."""
+    parser = _Parser(
+        prog="dropless-train",
+        description="Train a small mixture-of-experts language model on text files.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--text", nargs="+", metavar="PATH", help="files or folders (default: Python's own library)"
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="folder for everything the run leaves (default: a new one in runs/)",
+    )
+    add(
+        "--resume", action="store_true", help="continue the run in --out from its newest checkpoint"
+    )
+    add("--preset", metavar="NAME", help=f"one of {', '.join(settings.PRESETS)} (default: tiny)")
+    add("--steps", type=_whole(1), metavar="N", help="stop after step N")
+    add(
+        "--seed",
+        type=_whole(0),
+        metavar="N",
+        help="seed of the parameters and the data order (default: 0)",
+    )
+    add(
+        "--ffn",
+        choices=("moe", "dense"),
+        help="mixture of experts, or a dense layer of the same cost",
+    )
+    add(
+        "--precision", choices=("f32", "bf16", "fp8", "auto"), help="of the experts (default: auto)"
+    )
+    add(
+        "--overflow",
+        choices=("rounds", "drop"),
+        help="what does not fit an expert: served in a further round, or dropped (default: rounds)",
+    )
+    add(
+        "--expert-capacity-factor",
+        type=_positive,
+        metavar="F",
+        help="room an expert has, over the mean load",
+    )
+    add("--mesh", metavar="AXES", help="devices along each axis, such as data=2")
+    add("--tokenizer", metavar="FILE", help="JSON of the tokenizers library (default: bytes)")
+    add("--batch-size", "--batch", type=_whole(1), metavar="N", help="windows a step")
+    add("--seq-len", "--seq", type=_whole(1), metavar="N", help="tokens a window")
+    add("--learning-rate", "--lr", type=_positive, metavar="F", help="at its peak")
+    add("--warmup-steps", type=_whole(0), metavar="N", help="steps to the peak")
+    add(
+        "--eval-every",
+        type=_whole(1),
+        metavar="N",
+        help="steps between evaluations on held-out text",
+    )
+    add("--checkpoint-every", type=_whole(1), metavar="N", help="steps between checkpoints")
+    for name in ("layers", "model-dim", "heads", "num-experts", "experts-per-token", "expert-dim"):
+        add(f"--{name}", type=_whole(1), metavar="N", help="in place of the preset's")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    try:
+        return _run(argv)
+    except UserError as error:
+        print(f"dropless-train: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    given: dict[str, Any] = vars(make_parser().parse_args(argv))
+    resuming = given.pop("resume", False)
+    preset = given.pop("preset", None)
+    out = _out_folder(given.pop("out", None), preset or "tiny", resuming)
+    if "mesh" in given:
+        given["mesh"] = settings.parse_mesh(given["mesh"])
+    if "text" in given:
+        given["text"] = tuple(os.path.abspath(path) for path in given["text"])
+    if "tokenizer" in given:
+        given["tokenizer"] = os.path.abspath(given["tokenizer"])
+    if resuming:
+        stored, fingerprint = settings.read_run_file(out)
+        config = settings.resume(stored, preset, given, out)
+    else:
+        _refuse_used_folder(out)
+        config, fingerprint = settings.resolve(preset or "tiny", given), None
+    try:
+        from dropless.train.loop import train
+    except ImportError as error:
+        raise UserError(
+            f"the package {error.name or error} is missing; "
+            f'pip install "dropless[train]" adds what training needs.'
+        ) from error
+    return train(config, out, fingerprint)
+
+
+def _out_folder(named: str | None, preset: str, resuming: bool) -> pathlib.Path:
+    if named is not None:
+        return pathlib.Path(named)
+    if resuming:
+        raise UserError("--resume needs --out DIR, the folder of the run to continue.")
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return pathlib.Path("runs") / f"{preset}-{now}"
+
+
+def _refuse_used_folder(out: pathlib.Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file, not a folder.")
+    for name in _RUN_FILES:
+        if (out / name).exists():
+            raise UserError(
+                f"--out {out} already holds a run ({name}); add --resume to continue it, "
+                f"or name another folder."
+            )
