@@ -199,6 +199,16 @@ def load() -> Libraries:
     )
 
 
+def workspace_bytes(op: str, *sizes: int) -> int:
+    """Bytes of the workspace result of ``op``; sizes as ``dropless_<op>_workspace_bytes`` takes.
+
+    They are the same on every device: the CPU library knows what the CUDA backend needs.
+    """
+    function = getattr(libraries.cpu, f"dropless_{op}_workspace_bytes")
+    function.restype = ctypes.c_int64
+    return function(*(ctypes.c_int64(size) for size in sizes))
+
+
 def cpu_kernel() -> str:
     """GEMM micro-kernel in use on this CPU, for example ``"avx512_bf16"``."""
     function = libraries.cpu.dropless_cpu_kernel

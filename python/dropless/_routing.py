@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
 from dropless._config import SCORES, MoEConfig, RouterConfig
+from dropless._library import workspace_bytes
 
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
@@ -144,13 +145,13 @@ def _route_nothing(e: int, k: int) -> Routing:
 
 
 def _attributes(router: RouterConfig) -> dict[str, Any]:
-    return dict(
-        score=SCORES.index(router.score),
-        score_before_topk=router.score_before_topk,
-        renormalize=router.renormalize,
-        renormalize_eps=router.renormalize_eps,
-        scale=router.scale,
-    )
+    return {
+        "score": SCORES.index(router.score),
+        "score_before_topk": router.score_before_topk,
+        "renormalize": router.renormalize,
+        "renormalize_eps": router.renormalize_eps,
+        "scale": router.scale,
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,9 +162,11 @@ def _route(static, logits, selection_bias, mask):
     results = [
         ((t, k), i32), ((t, k), f32), ((e,), f32), ((2,), f32), ((2,), i32),
         ((e,), i32), ((e + 1,), i32), ((t * k,), i32), ((t, k), i32),
+        ((workspace_bytes("route", t, e),), jnp.uint8),
     ]  # fmt: skip
     operands = [logits, selection_bias, mask]
-    return tuple(call("route", results, operands, capacity=capacity, **_attributes(router)))
+    outputs = call("route", results, operands, capacity=capacity, **_attributes(router))
+    return tuple(outputs[:-1])  # without the workspace
 
 
 def _route_fwd(static, logits, selection_bias, mask):
@@ -212,9 +215,10 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
         zeros = jnp.zeros((num_experts + 1,), i32)
         return Plan(zeros[1:], zeros, jnp.zeros((0,), i32), jnp.zeros((t, k), i32))
     results = [
-        ((num_experts,), i32), ((num_experts + 1,), i32), ((t * k,), i32), ((t, k), i32)
+        ((num_experts,), i32), ((num_experts + 1,), i32), ((t * k,), i32), ((t, k), i32),
+        ((workspace_bytes("plan", t, num_experts),), jnp.uint8),
     ]  # fmt: skip
-    return Plan(*call("plan", results, [ids], capacity=capacity))
+    return Plan(*call("plan", results, [ids], capacity=capacity)[:-1])  # without the workspace
 
 
 def load_balance_loss(

@@ -154,7 +154,7 @@ __device__ inline void sum_statistics(const PlaceRowsParams& p) {
     const float* from = is_expert ? p.chunk_prob_sum + i : p.chunk_sums + i;
     const int stride = is_expert ? p.num_experts : 2;
     float sum = 0.0f;
-    int count = 0;
+    int64_t count = 0;
     for (int c = lane; c < p.chunks; c += kWarpSize) {
       sum += from[c * stride];
       if (!is_expert) count += p.chunk_counters[c * 2 + i];
@@ -166,7 +166,8 @@ __device__ inline void sum_statistics(const PlaceRowsParams& p) {
       p.prob_sum[i] = sum;
     } else {
       p.sums[i] = sum;
-      p.counters[i] = count;
+      // T*E may pass int32: the largest count it can hold says "many" as well.
+      p.counters[i] = static_cast<int32_t>(min(count, int64_t{INT32_MAX}));
     }
   }
 }

@@ -137,17 +137,44 @@ __device__ int select_experts(uint32_t (&keys)[V], int experts_per_token) {
   return chosen;
 }
 
-// Scores of the chosen experts before renormalisation and scale: lane k has that of choice k, lanes
-// past K have 0.
-__device__ inline float chosen_score(const RouterOptions& options, float logit, float largest,
-                                     float exp_sum, bool is_choice) {
-  if (options.score == RouterScore::kSigmoid) return is_choice ? router::sigmoid(logit) : 0.0f;
-  if (!options.score_before_topk) {
-    const bool has_nan = __any_sync(kFullWarp, is_choice && logit != logit);
-    largest = has_nan ? NAN : warp_max(is_choice ? logit : -INFINITY);
-    exp_sum = warp_sum(is_choice ? router::exp_nonpositive(logit - largest) : 0.0f);
+// One chosen expert, in the lane of its rank; all 0 in the other lanes.
+struct Choice {
+  float score;
+  float normalized;  // the weight before `scale`
+};
+
+// Softmax over the lanes that hold a choice.
+__device__ inline float softmax_of_choices(float logit, bool is_choice) {
+  const bool has_nan = __any_sync(kFullWarp, is_choice && logit != logit);
+  const float largest = has_nan ? NAN : warp_max(is_choice ? logit : -INFINITY);
+  const float e = is_choice ? router::exp_nonpositive(logit - largest) : 0.0f;
+  const float sum = warp_sum(e);
+  return is_choice ? e / sum : 0.0f;
+}
+
+// `largest` and `exp_sum` are those of all the token's logits.
+__device__ inline Choice score_choice(const RouterOptions& options, float logit, float largest,
+                                      float exp_sum, bool is_choice) {
+  const bool sigmoid = options.score == RouterScore::kSigmoid;
+  Choice choice = {0.0f, 0.0f};
+  if (sigmoid) {
+    choice.score = is_choice ? router::sigmoid(logit) : 0.0f;
+  } else if (options.score_before_topk) {
+    choice.score = is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
+  } else {
+    choice.score = softmax_of_choices(logit, is_choice);
   }
-  return is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
+  choice.normalized = choice.score;
+  if (!options.renormalize) return choice;
+  const float sum = warp_sum(choice.score) + options.renormalize_eps;
+  // Sigmoids of very negative logits underflow, but their ratios are those of exponentials.
+  constexpr float kUnderflow = 1e-30f;
+  if (sigmoid && sum < kUnderflow && options.renormalize_eps == 0.0f) {
+    choice.normalized = softmax_of_choices(logit, is_choice);
+  } else {
+    choice.normalized = is_choice ? choice.score / sum : 0.0f;
+  }
+  return choice;
 }
 
 // Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes
@@ -216,10 +243,9 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
       continue;
     }
     token.compute(p.options.score);
-    const float inverse_sum = 1.0f / token.score_sum;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      prob_sum[j] += token.score[j] * inverse_sum;
+      prob_sum[j] += token.score[j] / token.score_sum;
       if (lane + kWarpSize * j < num_experts && !isfinite(token.logit[j])) ++nonfinite;
     }
     lse_square += token.lse * token.lse;
@@ -230,11 +256,10 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
     selection_keys(p.options, token, p.bias, num_experts, keys);
     const int chosen = select_experts(keys, top_k);
     const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
-    float weight = chosen_score(p.options, logit, token.largest, token.exp_sum, is_choice);
-    if (p.options.renormalize) weight /= warp_sum(weight) + p.options.renormalize_eps;
+    const Choice choice = score_choice(p.options, logit, token.largest, token.exp_sum, is_choice);
     if (is_choice) {
       p.ids[slot] = chosen;
-      p.weights[slot] = weight * p.options.scale;
+      p.weights[slot] = choice.normalized * p.options.scale;
       p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
     }
     __syncwarp();

@@ -33,25 +33,22 @@ struct ChoiceGradient {
   float of_all = 0.0f;
 };
 
-__device__ inline ChoiceGradient choice_gradient(const RouterOptions& options, float score,
-                                                 float d_weight, bool is_choice) {
-  float d_score = d_weight * options.scale;  // weight = scale * score / (sum + eps)
-  if (options.renormalize) {
-    const float denominator = warp_sum(score) + options.renormalize_eps;
-    const float dot = warp_sum(is_choice ? d_score * score : 0.0f);
-    d_score = (d_score - dot / denominator) / denominator;
-  }
+__device__ inline ChoiceGradient choice_gradient(const RouterOptions& options, const Choice& choice,
+                                                 float logit, float d_weight) {
+  const float mean = options.renormalize ? warp_sum(d_weight * choice.normalized) : 0.0f;
+  const float d_score_times_score = options.scale * choice.normalized * (d_weight - mean);
   ChoiceGradient gradient;
   if (options.score == RouterScore::kSigmoid) {
-    gradient.of_choice = is_choice ? d_score * score * (1.0f - score) : 0.0f;
+    // sigmoid(-z) is 1 - sigmoid(z) without cancellation.
+    gradient.of_choice = d_score_times_score * router::sigmoid(-logit);
     return gradient;
   }
-  const float dot = warp_sum(is_choice ? d_score * score : 0.0f);
+  const float total = warp_sum(d_score_times_score);
   if (options.score_before_topk) {
-    gradient.of_choice = is_choice ? d_score * score : 0.0f;
-    gradient.of_all = dot;
+    gradient.of_choice = d_score_times_score;
+    gradient.of_all = total;
   } else {
-    gradient.of_choice = is_choice ? score * (d_score - dot) : 0.0f;
+    gradient.of_choice = d_score_times_score - choice.score * total;
   }
   return gradient;
 }
@@ -85,18 +82,17 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   float* scattered = scattered_by_warp + warp * num_experts;
   for (int e = lane; e < num_experts; e += kWarpSize) scattered[e] = 0.0f;
   token.compute(p.options.score);
-  const float score =
-      chosen_score(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
-  const ChoiceGradient choice = choice_gradient(p.options, score, d_weight, is_choice);
+  const Choice choice =
+      score_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
+  const ChoiceGradient gradient = choice_gradient(p.options, choice, chosen_logit, d_weight);
   __syncwarp();
-  if (is_choice) scattered[id] = choice.of_choice;
+  if (is_choice) scattered[id] = gradient.of_choice;
   __syncwarp();
 
   const bool sigmoid = p.options.score == RouterScore::kSigmoid;
   const float d_lse = 2.0f * token.lse * p.d_sums[0];
   const float d_entropy = p.d_sums[1];
   const float inverse_exp_sum = 1.0f / token.exp_sum;
-  const float inverse_score_sum = 1.0f / token.score_sum;
   const float log_score_sum = logf(token.score_sum);
   float g[V];
   float mean = 0.0f;  // sum of q g
@@ -109,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
       const float log_score = sigmoid ? logf(token.score[j]) : token.logit[j] - token.largest;
       g[j] -= d_entropy * (log_score - log_score_sum);
     }
-    mean += token.score[j] * inverse_score_sum * g[j];
+    mean += token.score[j] / token.score_sum * g[j];
   }
   mean = warp_sum(mean);
 #pragma unroll
@@ -120,9 +116,9 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     float d;
     if (sigmoid) {
       const float p_e = router::exp_nonpositive(token.logit[j] - token.largest) * inverse_exp_sum;
-      d = s * (1.0f - s) * (g[j] - mean) * inverse_score_sum + p_e * d_lse;
+      d = s / token.score_sum * router::sigmoid(-token.logit[j]) * (g[j] - mean) + p_e * d_lse;
     } else {
-      d = s * inverse_exp_sum * (g[j] - mean - choice.of_all + d_lse);
+      d = s * inverse_exp_sum * (g[j] - mean - gradient.of_all + d_lse);
     }
     d_logits[e] = d + scattered[e];
   }
