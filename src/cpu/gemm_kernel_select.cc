@@ -26,8 +26,62 @@ struct Available {
   void add(const KernelSet& set) { sets[count++] = set; }
 };
 
+#if defined(__x86_64__)
+
+constexpr KernelSet kAvx2Set = {"avx2", &kAvx2F32Kernel, &kAvx2Bf16Kernel, &kAvx2RowOps};
+constexpr KernelSet kAvx512Set = {"avx512", &kAvx512F32Kernel, &kAvx512Bf16Kernel, &kAvx512RowOps};
+constexpr KernelSet kAvx512Bf16Set = {"avx512_bf16", &kAvx512F32Kernel, &kAvx512DotBf16Kernel,
+                                      &kAvx512RowOps};
+constexpr KernelSet kAmxSet = {"amx_bf16", &kAvx512F32Kernel, &kAmxBf16Kernel, &kAvx512RowOps};
+
+constexpr bool bit(unsigned word, int index) { return (word >> index & 1) != 0; }
+
+// Register state that the operating system saves (XCR0).
+unsigned enabled_state() {
+  unsigned low = 0, high = 0;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+// Linux hands the 8 KiB of tile state only to processes that ask for it, once.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// Fastest first. Bit numbers are those of Intel's manual, volume 2, CPUID.
+void add_x86_kernels(Available* found) {
+  unsigned a1 = 0, b1 = 0, c1 = 0, d1 = 0, a7 = 0, b7 = 0, c7 = 0, d7 = 0, a71 = 0, unused = 0;
+  if (__get_cpuid(1, &a1, &b1, &c1, &d1) == 0) return;
+  if (__get_cpuid_count(7, 0, &a7, &b7, &c7, &d7) == 0) return;
+  if (a7 >= 1) __get_cpuid_count(7, 1, &a71, &unused, &unused, &unused);
+  if (!bit(c1, 27)) return;  // OSXSAVE
+  const unsigned state = enabled_state();
+  const bool ymm = (state & 0x6) == 0x6, zmm = (state & 0xe6) == 0xe6;
+  const bool tiles = bit(state, 17) && bit(state, 18);
+
+  const bool avx2 = ymm && bit(c1, 12) && bit(b7, 5);  // FMA, AVX2
+  const bool avx512 =
+      avx2 && zmm && bit(b7, 16) && bit(b7, 17) && bit(b7, 30) && bit(b7, 31);  // F, DQ, BW, VL
+  const bool amx = avx512 && tiles && bit(d7, 22) && bit(d7, 24);               // AMX-BF16, -TILE
+  if (amx && may_use_tiles()) found->add(kAmxSet);
+  if (avx512 && bit(a71, 5)) found->add(kAvx512Bf16Set);
+  if (avx512) found->add(kAvx512Set);
+  if (avx2) found->add(kAvx2Set);
+}
+
+#endif
+
 Available find_kernels() {
   Available found;
+#if defined(__x86_64__)
+  add_x86_kernels(&found);
+#endif
   found.add(kPortableSet);
   return found;
 }
