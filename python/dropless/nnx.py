@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from dropless._config import MoEConfig
+from dropless._layer_options import check_dropout, layer_config
 from dropless._moe import MoEAux, moe
 from dropless._params import STATE_NAMES, init, prepare_experts
 
@@ -97,7 +98,8 @@ class MoELayer(nnx.Module):
     """A Mixture-of-Experts feed-forward layer that drops no token: `[..., H] -> [..., H]`.
 
     Parameters live in `layer.router` and `layer.experts` under the names and shapes of
-    `dropless.init`. `layer.aux` holds the `MoEAux` of the last call.
+    `dropless.init`. `layer.aux` holds the `MoEAux` of the last call; read inside a differentiated
+    function, its losses carry gradients.
 
     The model width H is `model_dim`, or that of the first input. Give `model_dim` wherever
     parameters must exist before the first call: an optimiser made early, `nnx.eval_shape`,
@@ -141,11 +143,11 @@ class MoELayer(nnx.Module):
             )
         self.param_dtype = param_dtype
         self.kernel_init = kernel_init
+        key = rngs.params()  # before the dropout's, so that a rate does not change the parameters
         self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
         self.router = nnx.Dict()
         self.experts = nnx.Dict()
         self.aux = AuxState(MoEAux.zeros(self.config.num_experts))
-        key = rngs.params()
         if model_dim is None:
             self.pending_key = _freeze_key(key)
         else:
@@ -184,7 +186,7 @@ class MoELayer(nnx.Module):
         if return_aux:
             return y, aux
         try:
-            self.aux.set_value(lax.stop_gradient(aux))
+            self.aux.set_value(aux)
         except flax.errors.TraceContextError:
             pass  # A plain jax.jit or jax.grad closes over the layer: nothing may be written there.
         return y
@@ -245,33 +247,6 @@ class MoELayer(nnx.Module):
             for name, value in leaves.items():
                 kind = RouterState if name in STATE_NAMES else nnx.Param
                 getattr(self, group)[name] = kind(value)
-
-
-def layer_config(
-    config: MoEConfig | None, num_experts: int | None, options: Mapping[str, Any]
-) -> MoEConfig:
-    """The config of a layer given as a whole or field by field."""
-    if config is not None:
-        if num_experts is not None or options:
-            given = (["num_experts"] if num_experts is not None else []) + list(options)
-            raise TypeError(
-                f"config: give a whole MoEConfig or its fields, got both (fields {given})"
-            )
-        if not isinstance(config, MoEConfig):
-            raise TypeError(f"config: expected dropless.MoEConfig, got {type(config).__name__}")
-        return config
-    if num_experts is None:
-        raise TypeError("num_experts: expected the number of experts, or config=MoEConfig(...)")
-    known = [field.name for field in dataclasses.fields(MoEConfig)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"MoELayer got unknown options {unknown}; MoEConfig has {known}")
-    return MoEConfig(num_experts, **options)
-
-
-def check_dropout(rate: float) -> None:
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"dropout: expected a rate in [0, 1], got {rate}")
 
 
 def _freeze_key(key: jax.Array) -> tuple[str, tuple[int, ...]]:

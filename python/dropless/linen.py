@@ -1,0 +1,139 @@
+"""The Mixture-of-Experts layer for Flax Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dropless._config import MoEConfig, RouterConfig
+from dropless._layer_options import check_dropout
+from dropless._moe import moe
+from dropless._params import STATE_NAMES, init, param_shapes
+
+__all__ = ["MoELayer"]
+
+_CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig))
+
+
+class _Params(nn.Module):
+    """Makes the variables of a layer, in the scope of that layer."""
+
+    config: MoEConfig
+    model_dim: int
+    param_dtype: Any
+    kernel_init: Any
+
+    @nn.compact
+    def __call__(self) -> dict[str, dict[str, jax.Array]]:
+        def make(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
+            options = {"param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+            return init(key, self.model_dim, self.config, **options)
+
+        # All of them in one go; on apply Flax calls the function below for the shapes alone.
+        made = make(self.make_rng("params")) if self.is_initializing() else None
+        shapes = param_shapes(self.model_dim, self.config)
+        params = {}
+        for group, leaves in shapes.items():
+
+            def trained(key: jax.Array, group: str = group) -> dict[str, jax.Array]:
+                values = (made or make(key))[group]
+                return {name: value for name, value in values.items() if name not in STATE_NAMES}
+
+            params[group] = dict(self.param(group, trained))
+            for name in STATE_NAMES & leaves.keys():
+                state = self.variable("router_state", name, lambda g=group, n=name: made[g][n])
+                params[group][name] = state.value
+        return params
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts feed-forward layer that drops no token: `[..., H] -> [..., H]`.
+
+    Parameters are those of `dropless.init` under the same names and shapes, in the collection
+    `params`; `selection_bias` is in the collection `router_state`, where no optimiser finds it.
+    Every call outside `init` sows its `MoEAux` as `moe_aux` in the collection `intermediates`.
+
+    Attributes:
+      num_experts: E.
+      experts_per_token, expert_dim, router, ...: every further field of `MoEConfig`, and as there.
+      dropout: rate of the dropout on the layer's output; it draws from the RNG stream `dropout`.
+      deterministic: True switches dropout off. Give it here or to each call, as with `nn.Dropout`;
+        it may be left out where the rate is 0.
+      param_dtype: dtype of the parameters.
+      kernel_init: initialiser of every matrix, called as `kernel_init(key, (in, out), dtype)` for
+        each expert apart; None is Flax's default, LeCun normal.
+    """
+
+    num_experts: int
+    experts_per_token: int = 2
+    expert_dim: int | None = None
+    router: RouterConfig = RouterConfig()
+    activation: str = "silu"
+    expert_bias: bool = False
+    precision: str = "auto"
+    expert_capacity_factor: float = 1.0
+    overflow: str = "rounds"
+    wgrad_precision: str = "bf16"
+    save_h: str = "bf16"
+    scale_rounding: str = "fp32"
+    fallback: str | None = None
+    strict: bool = False
+    num_sms: int | None = None
+    dropout: float = 0.0
+    deterministic: bool | None = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Any = None
+
+    @property
+    def config(self) -> MoEConfig:
+        """The layer's settings as `dropless.moe` takes them."""
+        return MoEConfig(**{name: getattr(self, name) for name in _CONFIG_FIELDS})
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        return_aux: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Applies the layer.
+
+        Args:
+          x: `[..., H]` float32 or bfloat16.
+          mask: `[...]` bool, False at padding tokens: they get 0 and count nowhere.
+          deterministic: True switches dropout off, False on.
+          return_aux: also return the `MoEAux`, and sow nothing.
+          **kwargs: further arguments of `dropless.moe`, such as `prepared`, `mesh`, `token_axes`.
+
+        Returns:
+          `y [..., H]` in x's dtype, or `(y, aux)`.
+
+        Raises:
+          ValueError: shapes or dtypes that do not fit, named in the message.
+        """
+        cfg = self.config
+        check_dropout(self.dropout)
+        shape = jnp.shape(x)
+        if not shape or shape[-1] == 0:
+            raise ValueError(f"x must have shape [..., H] with H >= 1; got {shape}.")
+        y, aux = moe(x, self._params(shape[-1]), cfg, mask=mask, **kwargs)
+        if self.dropout > 0:
+            deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+            y = nn.Dropout(self.dropout)(y, deterministic=deterministic)
+        if return_aux:
+            return y, aux
+        if not self.is_initializing():
+            self.sow("intermediates", "moe_aux", aux)
+        return y
+
+    def _params(self, model_dim: int) -> dict[str, dict[str, jax.Array]]:
+        params = _Params(self.config, model_dim, self.param_dtype, self.kernel_init)
+        nn.share_scope(self, params)
+        return params()
