@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/index.h"
+#include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
 
@@ -18,6 +19,18 @@ class ExpertDownBackward final : public RowGemm {
         args_(args),
         partials_(args.h.dims[0] * ceil_div(args.h.dims[2], kScaleBlock)) {
     add_matrix(args.down, args.down_scale, true);
+  }
+
+  void prefetch_store(const GemmStrip& strip, int, int64_t j, int64_t cols) const override {
+    const int64_t element = size_of(args_.h.dtype);
+    for (int i = 0; i < strip.rows; ++i) {
+      const int64_t row = first_row(strip.group) + strip.m0 + i;
+      for (int64_t part = row * 2; part < row * 2 + 2; ++part) {
+        prefetch_bytes(args_.h.as<char>() + row_index(part, strip.n0 + j, n) * element, cols * element);
+        prefetch_columns(args_.dh, part, n, strip.n0 + j, cols);
+      }
+      prefetch_columns(args_.pa, row, n, strip.n0 + j, cols);
+    }
   }
 
   void store(const GemmStrip& strip) const override {

@@ -20,6 +20,14 @@ class ExpertUp final : public RowGemm {
     n_segments = 2;
   }
 
+  void prefetch_store(const GemmStrip& strip, int segment, int64_t j, int64_t cols) const override {
+    for (int i = 0; i < strip.rows; ++i) {
+      const int64_t row = first_row(strip.group) + strip.m0 + i;
+      if (args_.h.given()) prefetch_columns(args_.h, row * 2 + segment, n, strip.n0 + j, cols);
+      if (segment == 0) prefetch_columns(args_.a, row, n, strip.n0 + j, cols);
+    }
+  }
+
   void store(const GemmStrip& strip) const override {
     for (int i = 0; i < strip.rows; ++i) {
       const int64_t row = first_row(strip.group) + strip.m0 + i;

@@ -16,6 +16,12 @@ class ExpertUpBackward final : public RowGemm {
     k_segments = 2;
   }
 
+  void prefetch_store(const GemmStrip& strip, int, int64_t j, int64_t cols) const override {
+    for (int i = 0; i < strip.rows; ++i) {
+      prefetch_columns(args_.dx_rows, first_row(strip.group) + strip.m0 + i, n, strip.n0 + j, cols);
+    }
+  }
+
   void store(const GemmStrip& strip) const override {
     for (int i = 0; i < strip.rows; ++i) {
       const int64_t row = first_row(strip.group) + strip.m0 + i;

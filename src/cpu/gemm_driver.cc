@@ -4,6 +4,7 @@
 #include <cstring>
 #include <functional>
 
+#include "cpu/prefetch.h"
 #include "cpu/scratch.h"
 #include "dropless/types.h"
 
@@ -17,11 +18,15 @@ namespace {
 // Packed A of one wave. Large enough that B is packed once for thousands of rows, small enough to stay in
 // a server's last-level cache.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
-// Columns of an item over all n-segments: one row of packed A is read from memory per this many columns,
-// and a K block of packed B (<= 512 KiB) fits half of a second-level cache.
-constexpr int64_t kPanelColumns = 256;
-// Rows of an item whose C must wait between K blocks: 1024 x 256 floats are 1 MiB.
-constexpr int64_t kItemRows = 1024;
+// Packed B of an item, half of a second-level cache, and the columns it may have over all n-segments: with
+// more of them a row of packed A is read from memory less often, but the strip of C grows.
+constexpr int64_t kPanelBytes = int64_t{1} << 20;
+constexpr int64_t kMaxPanelColumns = 512;
+// Rows of an item whose C must wait between K blocks, in the other half of that cache.
+constexpr int64_t kItemRows = 512;
+// Panels of A packed together, so that a row is read by at least 512 contiguous bytes where it lies across
+// the panels.
+constexpr int64_t kPanelsPerJob = 8;
 // Floats between the end of a row of C and the next: keeps the rows of a tile out of one another's cache
 // sets.
 constexpr int64_t kRowPadding = 16;
@@ -39,6 +44,8 @@ struct Part {
   int64_t a_offset;      // bytes into the wave's packed A
   int64_t panel_bytes;   // of one packed panel of A, scales included
   int64_t scale_offset;  // of a panel's scales, from its start
+  int64_t longest;       // packed depth of the longest block
+  int64_t columns;       // of an item's n-panel, in one n-segment
 };
 
 struct Item {
@@ -86,8 +93,6 @@ class Run {
  public:
   Run(const GemmProblem& problem, const GemmKernel& kernel, const RowOps& rows, Executor& executor)
       : p_(problem), kernel_(kernel), rows_(rows), executor_(executor) {
-    panel_columns_ = std::min(round_up(p_.n, kernel_.nr),
-                              std::max(kScaleBlock, kPanelColumns / p_.n_segments));
   }
 
   void run() {
@@ -126,7 +131,11 @@ class Run {
     for (const KBlock& b : *part.blocks) {
       part.depth += b.packed_length;
       scales += ceil_div(b.length, kScaleBlock);
+      part.longest = std::max(part.longest, b.packed_length);
     }
+    const int64_t fitting = kPanelBytes / kernel_.element_bytes / std::max<int64_t>(part.longest, 1);
+    part.columns = std::min(fitting, kMaxPanelColumns) / p_.n_segments / kScaleBlock * kScaleBlock;
+    part.columns = std::min(round_up(p_.n, kernel_.nr), std::max(part.columns, kScaleBlock));
     part.scale_offset = part.depth * kernel_.mr * kernel_.element_bytes;
     part.panel_bytes =
         part.scale_offset + (p_.scaled ? round_up(scales * kernel_.mr * 4, 64) : 0);
@@ -149,32 +158,26 @@ class Run {
   }
 
   void pack_wave() {
-    // Panels are handed out in runs of about 64 KiB of packed data.
     struct Job {
       int part;
       int64_t begin, end;  // panels
     };
     std::vector<Job> jobs;
     for (size_t i = 0; i < parts_.size(); ++i) {
-      const Part& part = parts_[i];
-      const int64_t panels = ceil_div(part.m_end - part.m_begin, kernel_.mr);
-      const int64_t step = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(part.panel_bytes, 1));
-      for (int64_t b = 0; b < panels; b += step) {
-        jobs.push_back({static_cast<int>(i), b, std::min(panels, b + step)});
+      const int64_t panels = ceil_div(parts_[i].m_end - parts_[i].m_begin, kernel_.mr);
+      for (int64_t b = 0; b < panels; b += kPanelsPerJob) {
+        jobs.push_back({static_cast<int>(i), b, std::min(panels, b + kPanelsPerJob)});
       }
     }
     parallel_items(executor_, static_cast<int64_t>(jobs.size()), [&](int64_t j) {
       const Part& part = parts_[jobs[j].part];
-      for (int64_t panel = jobs[j].begin; panel < jobs[j].end; ++panel) {
-        char* data = packed_a_ + part.a_offset + panel * part.panel_bytes;
-        float* scales = reinterpret_cast<float*>(data + part.scale_offset);
-        const int64_t m0 = part.m_begin + panel * kernel_.mr;
-        const int count = static_cast<int>(std::min<int64_t>(kernel_.mr, part.m_end - m0));
-        for (const KBlock& block : *part.blocks) {
-          p_.pack_a(kernel_, part.group, m0, count, block,
-                    data + block.packed_begin * kernel_.mr * kernel_.element_bytes,
-                    scales + block.scale_begin * kernel_.mr);
-        }
+      char* data = packed_a_ + part.a_offset + jobs[j].begin * part.panel_bytes;
+      const int64_t m0 = part.m_begin + jobs[j].begin * kernel_.mr;
+      const int64_t count = std::min(part.m_end, part.m_begin + jobs[j].end * kernel_.mr) - m0;
+      for (const KBlock& block : *part.blocks) {
+        p_.pack_a(kernel_, part.group, m0, count, block,
+                  data + block.packed_begin * kernel_.mr * kernel_.element_bytes,
+                  data + part.scale_offset + block.scale_begin * kernel_.mr * 4, part.panel_bytes);
       }
     });
   }
@@ -194,11 +197,11 @@ class Run {
       // Rows are split where C has to wait between K blocks, and where one panel is more than a thread's
       // share; each split packs B again, so never below 128 rows.
       int64_t step = part.blocks->size() > 1 ? std::min(rows, kItemRows) : rows;
-      const int64_t share = wanted / std::max<int64_t>(cost(part, 1, panel_columns_), 1);
+      const int64_t share = wanted / std::max<int64_t>(cost(part, 1, part.columns), 1);
       step = std::min(step, std::max<int64_t>(share, 128));
       step = round_up(ceil_div(rows, ceil_div(rows, step)), kernel_.mr);
-      for (int64_t n0 = 0; n0 < p_.n; n0 += panel_columns_) {
-        const int64_t cols = std::min(panel_columns_, p_.n - n0);
+      for (int64_t n0 = 0; n0 < p_.n; n0 += part.columns) {
+        const int64_t cols = std::min(part.columns, p_.n - n0);
         for (int64_t m = part.m_begin; m < part.m_end; m += step) {
           const int64_t m_end = std::min(part.m_end, m + step);
           items_.push_back({static_cast<int>(i), m, m_end, n0, cols});
@@ -227,16 +230,14 @@ class Run {
     const bool keep_c = part.blocks->size() > 1;
     const int64_t c_rows = keep_c ? round_up(item.m_end - item.m_begin, kernel_.mr) : kernel_.mr;
 
-    static thread_local Scratch c_scratch;  // <= (kItemRows + mr) * 272 floats
+    static thread_local Scratch c_scratch;  // <= (kItemRows + mr) * (kMaxPanelColumns + 16) floats
     float* c = reinterpret_cast<float*>(c_scratch.reserve(c_rows * ldc * 4));
-
-    int64_t longest = 0;
-    for (const KBlock& b : *part.blocks) longest = std::max(longest, b.packed_length);
     const int64_t b_panels = packed_cols / kernel_.nr * p_.n_segments;
-    const int64_t b_bytes = longest * kernel_.nr * kernel_.element_bytes;
-    static thread_local Scratch b_scratch;  // <= k_block * 256 elements, and their scales
+    const int64_t b_bytes = part.longest * kernel_.nr * kernel_.element_bytes;
+    static thread_local Scratch b_scratch;  // <= kPanelBytes, or 128 columns a segment, and their scales
     const int64_t scale_stride = packed_cols * p_.n_segments;
-    const int64_t scale_bytes = p_.scaled ? ceil_div(longest, kScaleBlock) * scale_stride * 4 : 0;
+    const int64_t scale_bytes =
+        p_.scaled ? ceil_div(part.longest, kScaleBlock) * scale_stride * 4 : 0;
     char* b = b_scratch.reserve(b_bytes * b_panels + scale_bytes);
     float* b_scales = reinterpret_cast<float*>(b + b_bytes * b_panels);
 
@@ -253,23 +254,39 @@ class Run {
       }
       for (int64_t m = item.m_begin; m < item.m_end; m += kernel_.mr) {
         const int count = static_cast<int>(std::min<int64_t>(kernel_.mr, item.m_end - m));
-        float* strip = keep_c ? c + (m - item.m_begin) * ldc : c;
+        float* strip_c = keep_c ? c + (m - item.m_begin) * ldc : c;
+        const GemmStrip strip = {part.group.index, m, count, item.n0, item.cols, strip_c, ldc, packed_cols};
         if (block == nullptr) {
-          std::memset(strip, 0, kernel_.mr * ldc * 4);
+          std::memset(strip_c, 0, kernel_.mr * ldc * 4);
         } else {
-          const char* a = packed_a_ + part.a_offset +
-                          (m - part.m_begin) / kernel_.mr * part.panel_bytes;
-          const float* a_scales = reinterpret_cast<const float*>(a + part.scale_offset) +
-                                  block->scale_begin * kernel_.mr;
-          a += block->packed_begin * kernel_.mr * kernel_.element_bytes;
-          for (int64_t j = 0; j < b_panels; ++j) {
-            multiply(*block, count, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr,
-                     scale_stride, strip + j * kernel_.nr, ldc, step > 0);
-          }
+          multiply_strip(part, *block, strip, b, b_panels, b_bytes, b_scales, scale_stride, step > 0, last);
         }
-        if (last) {
-          p_.store({part.group.index, m, count, item.n0, item.cols, strip, ldc, packed_cols});
-        }
+        if (last) p_.store(strip);
+      }
+    }
+  }
+
+  // One panel of A times all panels of B. Between the tiles the next panel of A and, before a store, the
+  // lines of the result are asked for.
+  void multiply_strip(const Part& part, const KBlock& block, const GemmStrip& strip, const char* b,
+                      int64_t b_panels, int64_t b_bytes, const float* b_scales, int64_t scale_stride,
+                      bool accumulate, bool last) {
+    const char* a = packed_a_ + part.a_offset +
+                    (strip.m0 - part.m_begin) / kernel_.mr * part.panel_bytes;
+    const float* a_scales = reinterpret_cast<const float*>(a + part.scale_offset) +
+                            block.scale_begin * kernel_.mr;
+    a += block.packed_begin * kernel_.mr * kernel_.element_bytes;
+    const int64_t a_bytes = block.packed_length * kernel_.mr * kernel_.element_bytes;
+    const int64_t share = round_up(ceil_div(a_bytes, b_panels), kCacheLine);
+    const int64_t per_segment = b_panels / p_.n_segments;
+    for (int64_t j = 0; j < b_panels; ++j) {
+      multiply(block, strip.rows, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr, scale_stride,
+               strip.c + j * kernel_.nr, strip.ldc, accumulate);
+      prefetch_bytes(a + part.panel_bytes + j * share, std::min(share, a_bytes - j * share));
+      if (last) {
+        const int64_t n = j % per_segment * kernel_.nr;
+        p_.prefetch_store(strip, static_cast<int>(j / per_segment), n,
+                          std::min<int64_t>(kernel_.nr, strip.cols - n));
       }
     }
   }
@@ -303,7 +320,6 @@ class Run {
   const GemmKernel& kernel_;
   const RowOps& rows_;
   Executor& executor_;
-  int64_t panel_columns_;
   std::vector<std::unique_ptr<Blocks>> blocks_;
   std::vector<Part> parts_;  // of the wave
   char* packed_a_ = nullptr;

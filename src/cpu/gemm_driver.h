@@ -62,9 +62,10 @@ class GemmProblem {
   // Products are scaled per 128 of the contraction, by a_scale[row] * b_scale[column].
   bool scaled = false;
 
-  // Packs rows [m0, m0 + count) of A, one panel, and if scaled their scales as [128-blocks, mr].
-  virtual void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int count,
-                      const KBlock& block, void* panel, float* scales) const = 0;
+  // Packs rows [m0, m0 + count) of A, consecutive panels `panel_bytes` apart, and if scaled each panel's
+  // scales as [128-blocks, mr], as far apart.
+  virtual void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
+                      const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const = 0;
   // Packs columns [n0, n0 + count) of B's n-segment, consecutive panels `panel_bytes` apart, and if scaled
   // their scales as [128-blocks, scale_stride].
   virtual void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
@@ -72,6 +73,8 @@ class GemmProblem {
                       float* scales, int64_t scale_stride) const = 0;
   // n0 is a multiple of 128, and cols too unless the strip ends the row.
   virtual void store(const GemmStrip& strip) const = 0;
+  // Hint: columns [n, n + cols) of n-segment `segment` of the strip will be stored soon.
+  virtual void prefetch_store(const GemmStrip&, int /*segment*/, int64_t /*n*/, int64_t /*cols*/) const {}
 };
 
 void run_gemm(const GemmProblem& problem, const GemmKernel& kernel, const RowOps& rows,

@@ -82,8 +82,8 @@ void multiply(int rows, int64_t k, const void* a, const void* b, float* c, int64
                 accumulate);
 }
 
-// A 32-column panel of B over this depth is 48 KiB.
-constexpr int64_t kKBlock = 768;
+// 256 columns of B over this depth are 1 MiB, half of a second-level cache.
+constexpr int64_t kKBlock = 2048;
 
 }  // namespace
 

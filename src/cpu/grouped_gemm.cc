@@ -13,6 +13,12 @@ class GroupedGemm final : public RowGemm {
     add_matrix(args.rhs, args.rhs_scale, args.rhs_transposed);
   }
 
+  void prefetch_store(const GemmStrip& strip, int, int64_t j, int64_t cols) const override {
+    for (int i = 0; i < strip.rows; ++i) {
+      prefetch_columns(args_.out, first_row(strip.group) + strip.m0 + i, n, strip.n0 + j, cols);
+    }
+  }
+
   void store(const GemmStrip& strip) const override {
     const float* bias =
         args_.bias.given() ? args_.bias.as<float>() + row_index(strip.group, strip.n0, n) : nullptr;

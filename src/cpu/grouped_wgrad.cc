@@ -11,6 +11,8 @@
 namespace dropless::cpu {
 namespace {
 
+constexpr int64_t kMaxJobColumns = 512;  // of A packed by one call: 8 panels of any kernel
+
 // dw[e] = x^T dy over the rows of expert e: the groups lie on the contraction, so each has its own k.
 class GroupedWgrad final : public GemmProblem {
  public:
@@ -35,20 +37,27 @@ class GroupedWgrad final : public GemmProblem {
     run_gemm(*this, f32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows, executor);
   }
 
-  void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int count,
-              const KBlock& block, void* panel, float* scales) const override {
+  void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
+              const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const override {
     const void* const* rows = rows_of(x_, group, block);
-    if (!args_.fp8) {
-      kernel.pack_a_transposed(rows, m0, count, block.length, panel);
-      return;
-    }
     for (int64_t k = 0; k < block.length; k += kScaleBlock) {
       const int64_t depth = std::min(kScaleBlock, block.length - k);
-      float* scale = scales + k / kScaleBlock * kernel.mr;
-      const void* const* codes = quantized(rows + k, depth, m0, count, scale);
-      std::fill(scale + count, scale + kernel.mr, 0.0f);
-      kernel.pack_a_transposed(codes, 0, count, depth,
-                               static_cast<char*>(panel) + k * kernel.mr * kernel.element_bytes);
+      const void* const* source = rows + k;
+      int64_t offset = m0;
+      float scale[kMaxJobColumns];
+      if (args_.fp8) {
+        source = quantized(source, depth, offset, count, scale);
+        offset = 0;
+      }
+      for (int64_t j = 0; j < count; j += kernel.mr) {
+        const int64_t skip = j / kernel.mr * panel_bytes;
+        const int width = static_cast<int>(std::min<int64_t>(kernel.mr, count - j));
+        kernel.pack_a_transposed(source, offset + j, width, depth,
+                                 panels + skip + k * kernel.mr * kernel.element_bytes);
+        if (!args_.fp8) continue;
+        auto* out = reinterpret_cast<float*>(scales + skip) + k / kScaleBlock * kernel.mr;
+        for (int i = 0; i < kernel.mr; ++i) out[i] = i < width ? scale[j + i] : 0.0f;
+      }
     }
   }
 
@@ -71,6 +80,13 @@ class GroupedWgrad final : public GemmProblem {
         kernel.pack_b(source, offset + j, static_cast<int>(std::min<int64_t>(kernel.nr, count - j)),
                       depth, out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
       }
+    }
+  }
+
+  void prefetch_store(const GemmStrip& strip, int segment, int64_t j, int64_t cols) const override {
+    for (int i = 0; i < strip.rows; ++i) {
+      const int64_t row = strip.group * args_.x.dims[1] + strip.m0 + i;
+      prefetch_columns(args_.dw[segment], row, n, strip.n0 + j, cols);
     }
   }
 

@@ -63,8 +63,8 @@ void pack_transposed(const void* const* rows, int64_t offset, int count, int64_t
 
 using Multiply = void (*)(int, int64_t, const void*, const void*, float*, int64_t, bool);
 
-// 384 deep, a 32-column panel of B is 48 KiB: what a first-level cache holds of it is read mr times.
-constexpr int64_t kF32KBlock = 384;
+// 256 columns of B over this depth are 1 MiB, half of a server's second-level cache.
+constexpr int64_t kF32KBlock = 1024;
 
 template <int kMr, int kNr, class Source>
 constexpr GemmKernel make_f32_kernel(const char* name, Multiply multiply) {

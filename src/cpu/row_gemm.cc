@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/index.h"
+#include "cpu/prefetch.h"
 #include "cpu/scratch.h"
 #include "dropless/quantize.h"
 
@@ -12,7 +13,7 @@ namespace {
 
 // Rows of B packed at a time when they run along n: few enough that what the panels side by side read of
 // them is still in the first-level cache for the last panel. A multiple of every k_step.
-constexpr int64_t kPackRows = 64;
+constexpr int64_t kPackRows = 32;
 
 constexpr int64_t kMaxPanelRows = 64;  // mr or nr of any kernel
 
@@ -86,25 +87,28 @@ void RowGemm::run(Executor& executor) const {
   run_gemm(*this, a_.dtype() == DType::kF32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows, executor);
 }
 
-void RowGemm::pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int count,
-                     const KBlock& block, void* panel, float* scales) const {
-  const int64_t first = first_row_[group.index] + m0;
-  const void* rows[kMaxPanelRows];
-  for (int i = 0; i < count; ++i) rows[i] = a_.row(first + i);
-  int64_t offset = block.segment * k_ + block.begin;
-  const void* const* source =
-      decoded_rows(*kernels_.rows, a_.dtype(), rows, count, block.length, &offset);
-  kernel.pack_a(source, offset, count, block.length, panel);
-  if (!scaled) return;
-
+void RowGemm::pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
+                     const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const {
   const int64_t blocks = ceil_div(k_, kScaleBlock);  // of one segment
-  for (int64_t b = 0; b < ceil_div(block.length, kScaleBlock); ++b) {
-    for (int i = 0; i < kernel.mr; ++i) {
-      const int64_t row = i < count ? a_.index(first + i) : -1;
-      scales[b * kernel.mr + i] =
-          row < 0 ? 0.0f
-                  : a_scale_.as<float>()[(row * k_segments + block.segment) * blocks +
-                                         block.begin / kScaleBlock + b];
+  for (int64_t j = 0; j < count; j += kernel.mr, panels += panel_bytes, scales += panel_bytes) {
+    const int64_t first = first_row_[group.index] + m0 + j;
+    const int panel_rows = static_cast<int>(std::min<int64_t>(kernel.mr, count - j));
+    const void* rows[kMaxPanelRows];
+    for (int i = 0; i < panel_rows; ++i) rows[i] = a_.row(first + i);
+    int64_t offset = block.segment * k_ + block.begin;
+    const void* const* source =
+        decoded_rows(*kernels_.rows, a_.dtype(), rows, panel_rows, block.length, &offset);
+    kernel.pack_a(source, offset, panel_rows, block.length, panels);
+    if (!scaled) continue;
+
+    auto* scale = reinterpret_cast<float*>(scales);
+    for (int64_t b = 0; b < ceil_div(block.length, kScaleBlock); ++b) {
+      for (int i = 0; i < kernel.mr; ++i) {
+        const int64_t row = i < panel_rows ? a_.index(first + i) : -1;
+        const int64_t index =
+            (row * k_segments + block.segment) * blocks + block.begin / kScaleBlock + b;
+        scale[b * kernel.mr + i] = row < 0 ? 0.0f : a_scale_.as<float>()[index];
+      }
     }
   }
 }
@@ -130,6 +134,9 @@ void RowGemm::pack_b(const GemmKernel& kernel, const GemmGroup& group, int segme
     for (int64_t k = 0; k < block.length; k += kPackRows) {
       const int64_t depth = std::min(kPackRows, block.length - k);
       for (int64_t i = 0; i < depth; ++i) rows[i] = matrix + (block.begin + k + i) * n * element;
+      for (int64_t i = 0; i < std::min(kPackRows, block.length - k - kPackRows); ++i) {
+        prefetch_bytes(matrix + ((block.begin + k + kPackRows + i) * n + n0) * element, count * element);
+      }
       int64_t offset = n0;
       const void* const* source =
           decoded_rows(*kernels_.rows, b.values.dtype, rows, depth, count, &offset);
@@ -178,6 +185,11 @@ void write_values(const RowOps& ops, const Tensor& out, int64_t index, const flo
   } else {
     std::memcpy(out.as<float>() + index, values, n * sizeof(float));
   }
+}
+
+void prefetch_columns(const Tensor& out, int64_t row, int64_t width, int64_t n, int64_t count) {
+  const int64_t element = size_of(out.dtype);
+  prefetch_for_write(out.as<char>() + (row * width + n) * element, count * element);
 }
 
 float write_e4m3(const RowOps& ops, const Tensor& q, int64_t index, const float* values, int64_t n,

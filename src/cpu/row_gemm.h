@@ -46,8 +46,8 @@ class RowGemm : public GemmProblem {
   // one gives the size of the problem; further ones lie beside it (n_segments) or below it (k_segments).
   void add_matrix(const ConstTensor& b, const ConstTensor& b_scale, bool transposed);
 
-  void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int count,
-              const KBlock& block, void* panel, float* scales) const override;
+  void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
+              const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const override;
   void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
               int64_t count, const KBlock& block, void* panels, int64_t panel_bytes, float* scales,
               int64_t scale_stride) const override;
@@ -81,6 +81,9 @@ void clear_scales_outside(const ConstTensor& offsets, const Tensor& scale);
 
 // Writes n floats as out's dtype (float32 or bfloat16) at element `index`.
 void write_values(const RowOps& ops, const Tensor& out, int64_t index, const float* values, int64_t n);
+
+// Asks for columns [n, n + count) of row `row` of out [R, width] ahead of a write.
+void prefetch_columns(const Tensor& out, int64_t row, int64_t width, int64_t n, int64_t count);
 
 // Quantises n <= 128 floats to q[index...] and returns the block's scale.
 float write_e4m3(const RowOps& ops, const Tensor& q, int64_t index, const float* values, int64_t n,
