@@ -1,10 +1,22 @@
 // Which GEMM micro-kernel the CPU backend runs on this machine.
 #pragma once
 
+#include <cstdint>
+
 namespace dropless::cpu {
 
 // The fastest one that CPUID and the operating system allow, for bfloat16: "amx_bf16", "avx512_bf16",
 // "avx512", "avx2" or "portable".
 const char* kernel_name();
+
+// The GEMM micro-kernel in use for an element type. One call computes rows x cols of C over a depth of at
+// most `depth` of the contraction, which is as much as the driver packs at a time.
+struct KernelTile {
+  const char* name;
+  int rows;
+  int cols;
+  int64_t depth;
+};
+KernelTile kernel_tile(bool bf16);
 
 }  // namespace dropless::cpu

@@ -107,6 +107,11 @@ const KernelSet& kernels() {
 
 const char* kernel_name() { return available().sets[0].name; }
 
+KernelTile kernel_tile(bool bf16) {
+  const GemmKernel& kernel = bf16 ? *kernels().bf16 : *kernels().f32;
+  return {kernel.name, kernel.mr, kernel.nr, kernel.k_block};
+}
+
 bool force_kernels(const char* name) {
   if (name == nullptr) {
     forced.store(nullptr, std::memory_order_release);
