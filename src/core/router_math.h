@@ -27,11 +27,12 @@ DROPLESS_HOST_DEVICE inline float exp_nonpositive(float x) {
   // ln2 in two parts (Cody & Waite): the first has few enough bits that n * high is exact.
   float r = std::fma(n, -0x1.62e400p-1f, x);
   r = std::fma(n, -0x1.7f7d1cp-20f, r);
-  // exp(r) on [-ln2/2, ln2/2] by its Taylor series: the first term left out is below 2^-26.
-  float p = 0x1.6c16c2p-10f;           // 1/720
-  p = std::fma(p, r, 0x1.111112p-7f);  // 1/120
-  p = std::fma(p, r, 0x1.555556p-5f);  // 1/24
-  p = std::fma(p, r, 0x1.555556p-3f);  // 1/6
+  // exp(r) on [-ln2/2, ln2/2] by its Taylor series: the first term left out is below 2^-27.
+  float p = 0x1.a01a02p-13f;            // 1/5040
+  p = std::fma(p, r, 0x1.6c16c2p-10f);  // 1/720
+  p = std::fma(p, r, 0x1.111112p-7f);   // 1/120
+  p = std::fma(p, r, 0x1.555556p-5f);   // 1/24
+  p = std::fma(p, r, 0x1.555556p-3f);   // 1/6
   p = std::fma(p, r, 0.5f);
   p = std::fma(p, r, 1.0f);
   p = std::fma(p, r, 1.0f);
