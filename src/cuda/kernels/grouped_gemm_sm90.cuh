@@ -1,0 +1,228 @@
+// out[r] = lhs[r] * rhs[e(r)] in bf16 for ragged groups of rows, for sm_90a.
+//
+// Persistent blocks of three warpgroups: one loads operands by TMA into a ring of stages, two multiply them
+// with wgmma. Tiles start at each group's first row, so a group's last tile may reach into the next
+// group's rows: these are computed and not stored. Work that is not there (64 rows past the group's end) is
+// skipped. What happens to the accumulators is the epilogue's business (epilogue_*.cuh).
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/tile/operand.cuh"
+#include "cuda/tile/result.cuh"
+#include "cuda/tile/tile_scheduler.cuh"
+
+namespace dropless::cuda {
+
+template <class EpilogueParams>
+struct alignas(128) GroupedGemmParams {
+  CUtensorMap lhs;     // planes of [M, Kc]
+  CUtensorMap rhs[2];  // [E, Kc, N] or [E, N, Kc]; see kRhsPair
+  EpilogueParams epilogue;
+  const int32_t* offsets;  // [E+1]
+  int experts;
+  int rows;          // M
+  int cols;          // columns that the tiles cover; of one of the pair's matrices if it stands side by side
+  int blocks;        // contraction blocks of 64 in one plane
+  int planes;        // 1, or 2: the contraction runs over both planes of lhs, each with its own rhs
+};
+
+// Registers a thread of each role: 128 * (2 * 232 + 40) fit the 65536 of a multiprocessor.
+inline constexpr int kConsumerRegisters = 232;
+inline constexpr int kProducerRegisters = 40;
+inline constexpr int kGemmThreads = 3 * kWarpgroup;
+
+// The second warpgroup starts when the first has issued this block (from 0) of its first tile: it then runs
+// behind, and each of the two multiplies at full rate while the other one stores.
+inline constexpr int kStagger = 1;
+
+template <class Tile, Major kRhsMajor, class Epilogue>
+class GroupedGemmSm90 {
+ public:
+  using Params = GroupedGemmParams<typename Epilogue::Params>;
+  using Ring = Stages<Tile, Major::kK, kRhsMajor>;
+  static constexpr int kSharedBytes =
+      Tile::kStages * Tile::kStageBytes + 2 * kStagingBytes + Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
+  // Columns of one matrix that a tile covers: half of it if gate and up stand side by side.
+  static constexpr int kTileCols = Tile::kCols / Epilogue::kMatrices;
+  using Scheduler = RowTileScheduler<
+      GemmTile<Tile::kRows, kTileCols, Tile::kStages, Tile::kCluster, Tile::kPingpong>>;
+
+  __device__ GroupedGemmSm90(const Params& params, uint8_t* smem)
+      : params_(params),
+        rank_(Tile::kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank())),
+        staging_(smem + Tile::kStages * Tile::kStageBytes),
+        ring_(smem, staging_ + 2 * kStagingBytes) {}
+
+  __device__ void run() {
+    const int warpgroup = threadIdx.x / kWarpgroup;
+    if (threadIdx.x == 0) ring_.init();
+    if (Tile::kCluster == 1) {
+      __syncthreads();
+    } else {
+      ptx::cluster_sync();
+    }
+    if (warpgroup == 2) {
+      ptx::register_decrease<kProducerRegisters>();
+      const int warp = threadIdx.x % kWarpgroup / 32;
+      if (warp == 0) {
+        produce();
+      } else {
+        zero_outside(warp - 1);
+      }
+    } else {
+      ptx::register_increase<kConsumerRegisters>();
+      consume(warpgroup);
+    }
+    // A peer may still send to this block or arrive at its barriers.
+    if (Tile::kCluster > 1) ptx::cluster_sync();
+  }
+
+ private:
+  __device__ int first_item() const { return blockIdx.x / Tile::kCluster; }
+  __device__ int item_step() const { return gridDim.x / Tile::kCluster; }
+  __device__ Scheduler scheduler() const {
+    return Scheduler(params_.offsets, params_.experts, params_.rows, params_.cols, rank_);
+  }
+
+  __device__ void produce() {
+    if (threadIdx.x % 32 == 0) {
+      ptx::prefetch_tensor_map(&params_.lhs);
+      ptx::prefetch_tensor_map(&params_.rhs[0]);
+      ptx::prefetch_tensor_map(&params_.rhs[1]);
+    }
+    Scheduler tiles = scheduler();
+    typename Ring::State state;
+    RowTile tile;
+    for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+      if (threadIdx.x % 32 == 0) {
+        for (int plane = 0; plane < params_.planes; ++plane) {
+          for (int block = 0; block < params_.blocks; ++block) {
+            ring_.acquire(state);
+            load(state.stage, tile, plane, block * kChunk);
+            state.advance();
+          }
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void load(int stage, const RowTile& tile, int plane, int k) {
+    constexpr int kCluster = Tile::kCluster;
+    uint64_t* full = ring_.full + stage;
+    load_chunks<Major::kK, Tile::kRows / kChunk, kCluster>(ring_.lhs(stage), &params_.lhs, full,
+                                                          tile.row, k, plane, tile.shares_rows,
+                                                          rank_);
+    if (Epilogue::kMatrices == 1) {
+      load_chunks<kRhsMajor, Tile::kCols / kChunk, kCluster>(ring_.rhs(stage), &params_.rhs[plane],
+                                                            full, tile.col, k, tile.expert,
+                                                            !tile.shares_rows, rank_);
+    } else {
+#pragma unroll
+      for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
+        load_chunks<kRhsMajor, kTileCols / kChunk, kCluster>(
+            ring_.rhs(stage) + matrix * kTileCols * kChunk * 2, &params_.rhs[matrix], full,
+            tile.col, k, tile.expert, !tile.shares_rows, rank_);
+      }
+    }
+  }
+
+  __device__ void consume(int warpgroup) {
+    const int thread = threadIdx.x % kWarpgroup;
+    const int blocks = params_.blocks * params_.planes;
+    ResultStaging staging(staging_ + warpgroup * kStagingBytes, warpgroup);
+    Epilogue epilogue(params_.epilogue);
+    Scheduler tiles = scheduler();
+    typename Ring::State state;
+    RowTile tile;
+    if (Tile::kPingpong) {
+      if (warpgroup == 1) state.advance(blocks);
+      int item = first_item() + warpgroup * item_step();
+      for (int n = 0; tiles.find(item, tile); item += 2 * item_step(), ++n) {
+        ring_.await_turn(warpgroup, n);
+        whole_tile(tile, warpgroup, blocks, state, staging, epilogue, thread);
+        state.advance(blocks);
+      }
+    } else {
+      bool first = true;
+      for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+        half_tile(tile, warpgroup, blocks, first, state, staging, epilogue, thread);
+        first = false;
+      }
+    }
+    staging.finish();
+  }
+
+  // Both warpgroups work on the tile, 64 rows each.
+  __device__ __forceinline__ void half_tile(const RowTile& tile, int warpgroup, int blocks,
+                                            bool first, typename Ring::State& state,
+                                            ResultStaging& staging, Epilogue& epilogue, int thread) {
+    static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
+    float acc[1][Tile::kCols / 2];
+    const int rows = tile.rows - warpgroup * kChunk;
+    int signal_at = -1;
+    if (first && warpgroup == 1) ptx::named_barrier_sync(kStartBarrier, 2 * kWarpgroup);
+    if (first && warpgroup == 0) signal_at = min(kStagger, blocks - 1);
+    if (rows > 0) {
+      ring_.multiply(acc, state, blocks, warpgroup, thread, [=](int block) {
+        if (block == signal_at) ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
+      });
+      epilogue.template store<Tile::kCols>(acc[0], tile, tile.row + warpgroup * kChunk,
+                                           min(rows, kChunk), staging);
+    } else {
+      if (signal_at >= 0) ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
+      ring_.drain(state, blocks, thread);
+    }
+  }
+
+  // This warpgroup works on the whole tile, while the other one stores its own.
+  __device__ __forceinline__ void whole_tile(const RowTile& tile, int warpgroup, int blocks,
+                                             typename Ring::State& state, ResultStaging& staging,
+                                             Epilogue& epilogue, int thread) {
+    constexpr int kRowTiles = Tile::kRows / kChunk;
+    float acc[kRowTiles][Tile::kCols / 2];
+    if (tile.rows == 0) {
+      ring_.drain(state, blocks, thread);
+      ring_.pass_turn(warpgroup, thread);
+      return;
+    }
+    ring_.multiply(acc, state, blocks, 0, thread, [=, this](int block) {
+      if (block == blocks - 1) ring_.pass_turn(warpgroup, thread);
+    });
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int rows = tile.rows - i * kChunk;
+      if (rows > 0) {
+        epilogue.template store<Tile::kCols>(acc[i], tile, tile.row + i * kChunk,
+                                             min(rows, kChunk), staging);
+      }
+    }
+  }
+
+  // Rows of no group become 0: three warps of every block share them.
+  __device__ void zero_outside(int warp) {
+    const int begin = min(max(params_.offsets[0], 0), params_.rows);
+    const int end = min(max(params_.offsets[params_.experts], 0), params_.rows);
+    const int outside = begin + max(0, params_.rows - end);
+    for (int i = blockIdx.x * 3 + warp; i < outside; i += gridDim.x * 3) {
+      Epilogue::zero_row(params_.epilogue, i < begin ? i : end + (i - begin), threadIdx.x % 32);
+    }
+  }
+
+  const Params& params_;
+  const int rank_;
+  uint8_t* const staging_;
+  Ring ring_;
+};
+
+template <class Tile, Major kRhsMajor, class Epilogue>
+__global__ void __launch_bounds__(kGemmThreads, 1) grouped_gemm_sm90_kernel(
+    const __grid_constant__ GroupedGemmParams<typename Epilogue::Params> params) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  GroupedGemmSm90<Tile, kRhsMajor, Epilogue>(params, smem).run();
+}
+
+}  // namespace dropless::cuda

@@ -1,0 +1,59 @@
+// Shared by the instantiation files of expert_up_sm90.
+#pragma once
+
+#include "cuda/kernels/epilogue_swiglu.cuh"
+#include "cuda/kernels/grouped_gemm_sm90.cuh"
+#include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/launch_sm90.cuh"
+
+namespace dropless::cuda {
+
+template <class Tile, Major kMajor, ActivationKind kActivation>
+Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream stream) {
+  using Epilogue = SwigluEpilogue<kActivation>;
+  using Kernel = GroupedGemmSm90<Tile, kMajor, Epilogue>;
+  const int64_t m = args.a.dims[0], width = args.a.dims[1], experts = args.gate.dims[0];
+  typename Kernel::Params params = {};
+  Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, rows.dims[1]),
+                                    kChunk / Tile::kCluster, "x", &params.lhs);
+  const ConstTensor* matrices[2] = {&args.gate, &args.up};
+  for (int i = 0; i < 2 && status.ok(); ++i) {
+    status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts,
+                                           matrices[i]->dims[1], matrices[i]->dims[2]),
+                               kChunk / Tile::kCluster, i == 0 ? "gate" : "up", &params.rhs[i]);
+  }
+  if (status.ok()) {
+    status = make_result(dense_stack(args.a.data, DType::kBF16, 1, m, width), "a", &params.epilogue.a);
+  }
+  if (status.ok() && args.h.given()) {
+    const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
+    status = make_result(h, "h", &params.epilogue.h);
+  }
+  if (!status.ok()) return status;
+  params.epilogue.gate_bias = args.gate_bias.as<float>();
+  params.epilogue.up_bias = args.up_bias.as<float>();
+  params.offsets = args.offsets.as<int32_t>();
+  params.experts = static_cast<int>(experts);
+  params.rows = static_cast<int>(m);
+  params.cols = static_cast<int>(width);
+  params.blocks = static_cast<int>(ceil_div(rows.dims[1], kChunk));
+  params.planes = 1;
+  const int64_t most_items = (ceil_div(m, Tile::kRows) + std::min(experts, m)) *
+                             ceil_div(width, Kernel::kTileCols);
+  return launch_persistent(&grouped_gemm_sm90_kernel<Tile, kMajor, Epilogue>, params,
+                           Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items, stream);
+}
+
+// All compiled tiles of one orientation and activation.
+template <Major kMajor, ActivationKind kActivation>
+Status launch_expert_up_all(const ExpertUpArgs& args, ConstTensor rows, int tile, Stream stream) {
+  return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    using Launch = Status (*)(const ExpertUpArgs&, ConstTensor, Stream);
+    static constexpr Launch kLaunches[] = {
+        &launch_expert_up_tile<std::tuple_element_t<kIndex, ExpertUpSm90Tiles>, kMajor,
+                               kActivation>...};
+    return kLaunches[tile](args, rows, stream);
+  }(std::make_index_sequence<std::tuple_size_v<ExpertUpSm90Tiles>>());
+}
+
+}  // namespace dropless::cuda

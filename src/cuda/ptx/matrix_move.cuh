@@ -1,0 +1,50 @@
+// Moves between registers and shared memory in the layout of matrix fragments.
+#pragma once
+
+#include <cstdint>
+
+namespace dropless::cuda::ptx {
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and register i
+// of lane l holds row l / 4, columns 2(l % 4) + {0, 1} of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, uint32_t r0, uint32_t r1,
+                                            uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   smem_address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t smem_address, uint32_t& r0, uint32_t& r1,
+                                            uint32_t& r2, uint32_t& r3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(smem_address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_v2(uint32_t smem_address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_zero16(uint32_t smem_address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem_address), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t smem_address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(smem_address)
+               : "memory");
+  return value;
+}
+
+// Two floats rounded to nearest even, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace dropless::cuda::ptx

@@ -1,0 +1,71 @@
+// Tile shapes of the sm_90a products and the order in which tiles are visited. Host and device code.
+#pragma once
+
+#include <tuple>
+
+#ifdef __CUDACC__
+#define DROPLESS_HOST_DEVICE __host__ __device__
+#else
+#define DROPLESS_HOST_DEVICE
+#endif
+
+namespace dropless::cuda {
+
+// One bf16 operand chunk: 64 x 64 elements, 64 of them in one row of 128 bytes, which is the width of the
+// widest shared-memory swizzle and of one TMA box.
+inline constexpr int kChunk = 64;
+inline constexpr int kChunkBytes = kChunk * kChunk * 2;
+
+// A tile shape, as a type because nvcc cannot pass structs as template arguments of kernels.
+template <int rows,       // BLK_M: 64 or 128
+          int cols,       // BLK_N: a width that ptx::wgmma has
+          int stages,     // depth of the load pipeline, (BLK_M + BLK_N) * 128 bytes a stage
+          int cluster,    // blocks that share loads by multicast: 1 or 2
+          bool pingpong>  // false: two warpgroups split a tile's rows; true: they take tiles in turn
+struct GemmTile {
+  static constexpr int kRows = rows;
+  static constexpr int kCols = cols;
+  static constexpr int kStages = stages;
+  static constexpr int kCluster = cluster;
+  static constexpr bool kPingpong = pingpong;
+  static constexpr int kStageBytes = (rows + cols) * kChunk * 2;
+};
+
+// Results leave through two 8 KiB buffers a warpgroup: one is filled while the other is being stored.
+inline constexpr int kStagingBytes = 2 * kChunkBytes;
+
+// Tile rows are visited in panels of about this many rows, so that the blocks of one wave (132 on an H200)
+// cover a roughly square patch: 16 tiles of 128 rows x 8 of 256 columns.
+inline constexpr int kPanelRows = 2048;
+
+struct TilePosition {
+  int row;          // in tiles
+  int col;          // in tiles; may be one past the last column tile, then the block only helps its peer
+  bool shares_rows; // the cluster's blocks have the same rows and different columns
+};
+
+// Work items of a matrix of row_tiles x col_tiles tiles. A cluster of two takes two tiles an item: two rows
+// of one column, or, in the last row of an odd number, two columns of that row.
+DROPLESS_HOST_DEVICE constexpr int item_count(int row_tiles, int col_tiles, int cluster) {
+  if (cluster == 1) return row_tiles * col_tiles;
+  return row_tiles / 2 * col_tiles + row_tiles % 2 * ((col_tiles + 1) / 2);
+}
+
+// The tile of block `rank` of the cluster that takes `item`.
+DROPLESS_HOST_DEVICE constexpr TilePosition tile_at(int item, int row_tiles, int col_tiles,
+                                                    int cluster, int rank, int tile_rows) {
+  const int units = row_tiles / cluster;  // rows of items
+  if (item >= units * col_tiles) {
+    return {row_tiles - 1, 2 * (item - units * col_tiles) + rank, true};
+  }
+  const int panel_units = kPanelRows / (tile_rows * cluster);
+  const int panel = item / (panel_units * col_tiles);
+  const int rest = units - panel * panel_units;
+  const int height = rest < panel_units ? rest : panel_units;
+  const int local = item - panel * panel_units * col_tiles;
+  const int col = local / height;
+  const int unit = panel * panel_units + (local - col * height);
+  return {unit * cluster + rank, col, false};
+}
+
+}  // namespace dropless::cuda

@@ -1,0 +1,165 @@
+// Times the grouped matrix products on model shapes, every compiled tile, interleaved; JSON lines to stdout.
+//   gemm_bench [op [shape]]     op: gemm_N, gemm_T, wgrad, wgrad_f32, up, up_backward, or all
+#include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/grouped_gemm_sm90.h"
+#include "cuda/launch/grouped_wgrad_sm90.h"
+#include "harness.cuh"
+
+namespace harness {
+namespace {
+
+using namespace dropless;
+
+constexpr int kRounds = 15;
+
+// [rows, contraction] x [experts, contraction, cols], the shapes of the peers' table; random groups.
+struct Shape {
+  const char* name;
+  int64_t rows;
+  int experts, cols, contraction;
+};
+
+constexpr Shape kShapes[] = {
+    {"olmoe_fc1", 131072, 64, 2048, 2048}, {"olmoe_fc2", 131072, 64, 2048, 1024},
+    {"qwen3_fc1", 131072, 128, 1536, 2048}, {"qwen3_fc2", 131072, 128, 2048, 768},
+    {"mixtral_fc1", 16384, 8, 28672, 4096}, {"mixtral_fc2", 16384, 8, 4096, 14336},
+    {"dsv3_fc1", 16384, 32, 4096, 7168},    {"dsv3_fc2", 16384, 32, 7168, 2048},
+};
+
+// rows, experts, model width H, expert width I.
+struct Layer {
+  const char* name;
+  int64_t rows;
+  int experts, model, width;
+};
+
+constexpr Layer kLayers[] = {
+    {"S1_mixtral", 16384, 8, 4096, 14336},     {"S2_qwen3_30b", 131072, 128, 2048, 768},
+    {"S3_qwen3_235b", 65536, 128, 4096, 1536}, {"S4_olmoe", 131072, 64, 2048, 1024},
+    {"S5_gpt_oss", 32768, 32, 2880, 2880},     {"S6_dsv3_rank", 65536, 32, 7168, 2048},
+};
+
+void print(const char* op, const char* shape, std::vector<Timed>& timed) {
+  time_interleaved(timed, kRounds);
+  for (const Timed& t : timed) {
+    std::printf("{\"op\": \"%s\", \"shape\": \"%s\", \"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": "
+                "%.4f, \"ms_p90\": %.4f, \"tflops\": %.1f}\n",
+                op, shape, t.name.c_str(), t.median(), t.quantile(0.1), t.quantile(0.9),
+                t.flops / t.median() * 1e-9);
+  }
+  std::fflush(stdout);
+}
+
+Array make_offsets(int experts, int64_t rows) {
+  Array offsets(DType::kI32, {experts + 1});
+  offsets.upload(random_offsets(experts, rows, 0.3, 7));
+  return offsets;
+}
+
+void bench_gemm(const Shape& shape, bool transposed) {
+  Array lhs = normal(DType::kBF16, {shape.rows, shape.contraction}, 1);
+  Array rhs = transposed ? normal(DType::kBF16, {shape.experts, shape.cols, shape.contraction}, 2)
+                         : normal(DType::kBF16, {shape.experts, shape.contraction, shape.cols}, 2);
+  Array offsets = make_offsets(shape.experts, shape.rows);
+  Array out(DType::kBF16, {shape.rows, shape.cols});
+  GroupedGemmArgs args;
+  args.lhs = lhs;
+  args.rhs = rhs;
+  args.offsets = offsets;
+  args.rhs_transposed = transposed;
+  args.out = out;
+  std::vector<Timed> timed;
+  const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    timed.push_back({names[tile], 2.0 * shape.rows * shape.cols * shape.contraction,
+                     [=] { require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr)); }, {}});
+  }
+  print(transposed ? "gemm_T" : "gemm_N", shape.name, timed);
+}
+
+void bench_wgrad(const Shape& shape, DType out) {
+  Array x = normal(DType::kBF16, {shape.rows, shape.contraction}, 1);
+  Array dy = normal(DType::kBF16, {shape.rows, 1, shape.cols}, 2);
+  Array offsets = make_offsets(shape.experts, shape.rows);
+  Array dw(out, {shape.experts, shape.contraction, shape.cols});
+  GroupedWgradArgs args;
+  args.x = x;
+  args.dy = dy;
+  args.offsets = offsets;
+  args.dw[0] = dw;
+  std::vector<Timed> timed;
+  const std::vector<std::string> names = tile_names<cuda::GroupedWgradSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    timed.push_back({names[tile], 2.0 * shape.rows * shape.cols * shape.contraction,
+                     [=] { require(cuda::launch_grouped_wgrad_sm90(args, tile, nullptr)); }, {}});
+  }
+  print(out == DType::kBF16 ? "wgrad" : "wgrad_f32", shape.name, timed);
+}
+
+void bench_up(const Layer& layer) {
+  Array x = normal(DType::kBF16, {layer.rows, layer.model}, 1);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(layer.model));
+  Array gate = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 2, scale);
+  Array up = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 3, scale);
+  Array offsets = make_offsets(layer.experts, layer.rows);
+  Array h(DType::kBF16, {layer.rows, 2, layer.width}), a(DType::kBF16, {layer.rows, layer.width});
+  ExpertUpArgs args;
+  args.gate = gate;
+  args.up = up;
+  args.offsets = offsets;
+  args.h = h;
+  args.a = a;
+  const ConstTensor rows = x;
+  std::vector<Timed> timed;
+  const std::vector<std::string> names = tile_names<cuda::ExpertUpSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    timed.push_back({names[tile], 4.0 * layer.rows * layer.model * layer.width,
+                     [=] { require(cuda::launch_expert_up_sm90(args, rows, tile, nullptr)); }, {}});
+  }
+  print("up", layer.name, timed);
+}
+
+void bench_up_backward(const Layer& layer) {
+  Array dh = normal(DType::kBF16, {layer.rows, 2, layer.width}, 1);
+  Array gate = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 2);
+  Array up = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 3);
+  Array offsets = make_offsets(layer.experts, layer.rows);
+  Array dx(DType::kBF16, {layer.rows, layer.model});
+  ExpertUpBackwardArgs args;
+  args.dh = dh;
+  args.gate = gate;
+  args.up = up;
+  args.offsets = offsets;
+  args.dx_rows = dx;
+  std::vector<Timed> timed;
+  const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    timed.push_back({names[tile], 4.0 * layer.rows * layer.model * layer.width,
+                     [=] { require(cuda::launch_expert_up_backward_sm90(args, tile, nullptr)); }, {}});
+  }
+  print("up_backward", layer.name, timed);
+}
+
+int run(int argc, char** argv) {
+  const std::string op = argc > 1 ? argv[1] : "all";
+  const std::string filter = argc > 2 ? argv[2] : "";
+  auto wanted = [&](const char* name) { return op == "all" || op == name; };
+  for (const Shape& shape : kShapes) {
+    if (std::string(shape.name).find(filter) == std::string::npos) continue;
+    if (wanted("gemm_N")) bench_gemm(shape, false);
+    if (wanted("gemm_T")) bench_gemm(shape, true);
+    if (wanted("wgrad")) bench_wgrad(shape, DType::kBF16);
+    if (wanted("wgrad_f32")) bench_wgrad(shape, DType::kF32);
+  }
+  for (const Layer& layer : kLayers) {
+    if (std::string(layer.name).find(filter) == std::string::npos) continue;
+    if (wanted("up")) bench_up(layer);
+    if (wanted("up_backward")) bench_up_backward(layer);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace harness
+
+int main(int argc, char** argv) { return harness::run(argc, argv); }

@@ -1,0 +1,287 @@
+// Checks the grouped matrix products against plain fp32 ones: every compiled tile, ragged and empty groups,
+// poisoned outputs, NaN in the rows of no group.
+//   gemm_check [filter]   exit status 1 if anything differs
+//   gemm_check small      tiny shapes only, for compute-sanitizer
+#include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/grouped_gemm_sm90.h"
+#include "cuda/launch/grouped_wgrad_sm90.h"
+#include "harness.cuh"
+
+namespace harness {
+namespace {
+
+using namespace dropless;
+
+int expert_of_host(const std::vector<int32_t>& offsets, int row) {
+  if (row < offsets.front() || row >= offsets.back()) return -1;
+  return static_cast<int>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+}
+
+// One thread an element. rhs is [E, Kc, N], or [E, N, Kc].
+__global__ void reference_gemm_kernel(const __nv_bfloat16* lhs, const __nv_bfloat16* rhs,
+                                      const int* expert_of_row, const float* bias, float* out,
+                                      int64_t rows, int contraction, int cols, bool transposed) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i >= rows * cols) return;
+  const int64_t row = i / cols;
+  const int col = static_cast<int>(i % cols);
+  const int expert = expert_of_row[row];
+  float sum = 0;
+  if (expert >= 0) {
+    const __nv_bfloat16* matrix = rhs + static_cast<int64_t>(expert) * contraction * cols;
+    for (int k = 0; k < contraction; ++k) {
+      sum += static_cast<float>(lhs[row * contraction + k]) *
+             static_cast<float>(transposed ? matrix[static_cast<int64_t>(col) * contraction + k]
+                                           : matrix[static_cast<int64_t>(k) * cols + col]);
+    }
+    if (bias != nullptr) sum += bias[static_cast<int64_t>(expert) * cols + col];
+  }
+  out[i] = sum;
+}
+
+// One thread an element of dw [E, rows, cols]: sum over the group's rows of x[r, row] * dy[r, plane, col].
+__global__ void reference_wgrad_kernel(const __nv_bfloat16* x, const __nv_bfloat16* dy,
+                                       const int* offsets, float* dw, int experts, int rows,
+                                       int cols, int planes, int plane) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i >= static_cast<int64_t>(experts) * rows * cols) return;
+  const int col = static_cast<int>(i % cols);
+  const int64_t row = i / cols % rows, expert = i / cols / rows;
+  float sum = 0;
+  for (int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r) {
+    sum += static_cast<float>(x[r * rows + row]) *
+           static_cast<float>(dy[(r * planes + plane) * cols + col]);
+  }
+  dw[i] = sum;
+}
+
+Array expert_of_rows(const std::vector<int32_t>& offsets, int64_t rows) {
+  std::vector<int> host(rows);
+  for (int64_t r = 0; r < rows; ++r) host[r] = expert_of_host(offsets, static_cast<int>(r));
+  Array array(DType::kI32, {rows});
+  array.upload(host);
+  return array;
+}
+
+// Makes the rows of no group NaN: they must never be read.
+void poison_outside(const Array& array, const std::vector<int32_t>& offsets) {
+  const int64_t rows = array.tensor().dims[0], row_bytes = array.tensor().bytes() / rows;
+  HARNESS_CUDA(cudaMemset(array.as<uint8_t>(), 0xFF, offsets.front() * row_bytes));
+  HARNESS_CUDA(cudaMemset(array.as<uint8_t>() + offsets.back() * row_bytes, 0xFF,
+                          (rows - offsets.back()) * row_bytes));
+}
+
+Array device_offsets(const std::vector<int32_t>& offsets) {
+  Array array(DType::kI32, {static_cast<int64_t>(offsets.size())});
+  array.upload(offsets);
+  return array;
+}
+
+std::vector<float> reference_gemm(const Array& lhs, const Array& rhs, const Array& map,
+                                  const float* bias, bool transposed) {
+  const int64_t rows = lhs.tensor().dims[0];
+  const int contraction = static_cast<int>(rhs.tensor().dims[transposed ? 2 : 1]);
+  const int cols = static_cast<int>(rhs.tensor().dims[transposed ? 1 : 2]);
+  Array want(DType::kF32, {rows, cols});
+  reference_gemm_kernel<<<(rows * cols + 255) / 256, 256>>>(
+      lhs.as<__nv_bfloat16>(), rhs.as<__nv_bfloat16>(), map.as<int>(), bias, want.as<float>(), rows,
+      contraction, cols, transposed);
+  HARNESS_CUDA(cudaGetLastError());
+  return floats(want);
+}
+
+struct Case {
+  std::string name;
+  std::vector<int32_t> offsets;
+  int64_t rows;
+  int contraction, cols;
+};
+
+int64_t experts_of(const Case& c) { return static_cast<int64_t>(c.offsets.size()) - 1; }
+
+void check_gemm(const Case& c, bool transposed, bool with_bias) {
+  const int64_t experts = experts_of(c);
+  Array lhs = normal(DType::kBF16, {c.rows, c.contraction}, 1);
+  poison_outside(lhs, c.offsets);
+  Array rhs = transposed ? normal(DType::kBF16, {experts, c.cols, c.contraction}, 2)
+                         : normal(DType::kBF16, {experts, c.contraction, c.cols}, 2);
+  Array bias = normal(DType::kF32, {experts, c.cols}, 3);
+  Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
+  const std::vector<float> want =
+      reference_gemm(lhs, rhs, map, with_bias ? bias.as<float>() : nullptr, transposed);
+  const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    Array out(DType::kBF16, {c.rows, c.cols});
+    GroupedGemmArgs args;
+    args.lhs = lhs;
+    args.rhs = rhs;
+    if (with_bias) args.bias = bias;
+    args.offsets = offsets;
+    args.rhs_transposed = transposed;
+    args.out = out;
+    require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr));
+    HARNESS_CUDA(cudaDeviceSynchronize());
+    expect_close("gemm " + c.name + (transposed ? " T " : " N ") + names[tile], out, want);
+  }
+}
+
+void check_wgrad(const Case& c, DType dtype, bool accumulate, int planes) {
+  const int64_t experts = experts_of(c);
+  Array x = normal(DType::kBF16, {c.rows, c.contraction}, 1);
+  Array dy = normal(DType::kBF16, {c.rows, planes, c.cols}, 2);
+  poison_outside(x, c.offsets);
+  poison_outside(dy, c.offsets);
+  Array offsets = device_offsets(c.offsets);
+  const std::vector<std::string> names = tile_names<cuda::GroupedWgradSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    std::vector<Array> dw;
+    GroupedWgradArgs args;
+    args.x = x;
+    args.dy = dy;
+    args.offsets = offsets;
+    args.accumulate = accumulate;
+    for (int plane = 0; plane < planes; ++plane) {
+      const std::vector<int64_t> dims = {experts, c.contraction, c.cols};
+      dw.push_back(accumulate ? normal(dtype, dims, 40 + plane) : Array(dtype, dims));
+      args.dw[plane] = dw.back();
+    }
+    require(cuda::launch_grouped_wgrad_sm90(args, tile, nullptr));
+    HARNESS_CUDA(cudaDeviceSynchronize());
+    for (int plane = 0; plane < planes; ++plane) {
+      Array want(DType::kF32, {experts, c.contraction, c.cols});
+      reference_wgrad_kernel<<<(want.size() + 255) / 256, 256>>>(
+          x.as<__nv_bfloat16>(), dy.as<__nv_bfloat16>(), offsets.as<int>(), want.as<float>(),
+          static_cast<int>(experts), c.contraction, c.cols, planes, plane);
+      HARNESS_CUDA(cudaGetLastError());
+      std::vector<float> sum = floats(want);
+      if (accumulate) {
+        const std::vector<float> old = floats(normal(dtype, {want.size()}, 40 + plane));
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] += old[i];
+      }
+      // fp32 results differ by the order of summation only.
+      expect_close("wgrad " + c.name + (dtype == DType::kF32 ? " f32 " : " bf16 ") +
+                       (accumulate ? "add " : "") + std::to_string(plane) + " " + names[tile],
+                   dw[plane], sum, dtype == DType::kF32 ? 2e-5 : 2.5e-3);
+    }
+  }
+}
+
+float silu(float x) { return x / (1.0f + std::exp(-x)); }
+
+void check_up(const Case& c) {
+  const int64_t experts = experts_of(c);
+  Array x = normal(DType::kBF16, {c.rows, c.contraction}, 1);
+  poison_outside(x, c.offsets);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(c.contraction));
+  Array gate = normal(DType::kBF16, {experts, c.contraction, c.cols}, 2, scale);
+  Array up = normal(DType::kBF16, {experts, c.contraction, c.cols}, 3, scale);
+  Array gate_bias = normal(DType::kF32, {experts, c.cols}, 4);
+  Array up_bias = normal(DType::kF32, {experts, c.cols}, 5);
+  Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
+  const std::vector<float> want_gate = reference_gemm(x, gate, map, gate_bias.as<float>(), false);
+  const std::vector<float> want_up = reference_gemm(x, up, map, up_bias.as<float>(), false);
+  std::vector<float> want_h(c.rows * 2 * c.cols);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t i = 0; i < c.cols; ++i) {
+      want_h[(r * 2) * c.cols + i] = want_gate[r * c.cols + i];
+      want_h[(r * 2 + 1) * c.cols + i] = want_up[r * c.cols + i];
+    }
+  }
+  const std::vector<std::string> names = tile_names<cuda::ExpertUpSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    Array h(DType::kBF16, {c.rows, 2, c.cols}), a(DType::kBF16, {c.rows, c.cols});
+    ExpertUpArgs args;
+    args.gate = gate;
+    args.up = up;
+    args.gate_bias = gate_bias;
+    args.up_bias = up_bias;
+    args.offsets = offsets;
+    args.h = h;
+    args.a = a;
+    require(cuda::launch_expert_up_sm90(args, x, tile, nullptr));
+    HARNESS_CUDA(cudaDeviceSynchronize());
+    expect_close("up h " + c.name + " " + names[tile], h, want_h);
+    const std::vector<float> got = floats(h);  // A follows from h as it was rounded
+    std::vector<float> want_a(c.rows * c.cols);
+    for (int64_t i = 0; i < c.rows * c.cols; ++i) {
+      const int64_t r = i / c.cols, col = i % c.cols;
+      want_a[i] = silu(got[r * 2 * c.cols + col]) * got[(r * 2 + 1) * c.cols + col];
+    }
+    expect_close("up a " + c.name + " " + names[tile], a, want_a);
+  }
+}
+
+void check_up_backward(const Case& c) {
+  const int64_t experts = experts_of(c);
+  Array dh = normal(DType::kBF16, {c.rows, 2, c.contraction}, 1);
+  poison_outside(dh, c.offsets);
+  Array gate = normal(DType::kBF16, {experts, c.cols, c.contraction}, 2);
+  Array up = normal(DType::kBF16, {experts, c.cols, c.contraction}, 3);
+  Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
+  std::vector<float> want(c.rows * c.cols, 0.0f);
+  for (int plane = 0; plane < 2; ++plane) {
+    Array half(DType::kBF16, {c.rows, c.contraction});
+    HARNESS_CUDA(cudaMemcpy2D(half.as<uint8_t>(), 2 * c.contraction,
+                              dh.as<uint8_t>() + plane * 2 * c.contraction, 4 * c.contraction,
+                              2 * c.contraction, c.rows, cudaMemcpyDefault));
+    const std::vector<float> part = reference_gemm(half, plane == 0 ? gate : up, map, nullptr, true);
+    for (size_t i = 0; i < want.size(); ++i) want[i] += part[i];
+  }
+  const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    Array dx(DType::kBF16, {c.rows, c.cols});
+    ExpertUpBackwardArgs args;
+    args.dh = dh;
+    args.gate = gate;
+    args.up = up;
+    args.offsets = offsets;
+    args.dx_rows = dx;
+    require(cuda::launch_expert_up_backward_sm90(args, tile, nullptr));
+    HARNESS_CUDA(cudaDeviceSynchronize());
+    expect_close("up_backward " + c.name + " " + names[tile], dx, want);
+  }
+}
+
+void check_all(const Case& c) {
+  check_gemm(c, false, true);
+  check_gemm(c, true, false);
+  for (DType dtype : {DType::kBF16, DType::kF32}) {
+    check_wgrad(c, dtype, false, 1);
+    check_wgrad(c, dtype, true, 2);
+  }
+  check_up(c);
+  check_up_backward(c);
+}
+
+int run(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  const std::string filter = argc > 1 ? argv[1] : "";
+  if (filter == "small") {
+    check_all({"small", offsets_of({70, 0, 200}, 9), 300, 136, 264});
+    std::printf("%d failures\n", failures);
+    return failures > 0;
+  }
+  std::vector<int> ramp, sizes;
+  for (int i = 1; i <= 130; ++i) ramp.push_back(i);
+  for (int i = 0; i < 40; ++i) sizes.push_back(64 * (i % 5) + (i % 3) - 1 + (i % 5 == 0));
+  const std::vector<Case> cases = {
+      {"one full tile", offsets_of({128}), 128, 64, 256},
+      {"deep", offsets_of({128}), 128, 512, 256},
+      {"ragged", offsets_of({100, 0, 257, 31, 0, 500, 64}, 37), 1200, 1416, 776},
+      {"every size to 130", offsets_of(ramp), 8600, 200, 264},
+      {"around 64s", offsets_of(sizes, 3), 5400, 328, 520},
+      {"all empty", offsets_of({0, 0, 0}, 5), 77, 72, 136},
+      {"one expert", offsets_of({0, 3001, 0}), 3001, 1408, 1032},
+      {"narrow", offsets_of({77, 200, 1}), 278, 8, 8},
+  };
+  for (const Case& c : cases) {
+    if (c.name.find(filter) != std::string::npos) check_all(c);
+  }
+  std::printf("%d failures\n", failures);
+  return failures > 0;
+}
+
+}  // namespace
+}  // namespace harness
+
+int main(int argc, char** argv) { return harness::run(argc, argv); }
