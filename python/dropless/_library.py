@@ -216,5 +216,14 @@ def cpu_kernel() -> str:
     return function().decode()
 
 
+def cpu_kernel_tile(*, bf16: bool) -> tuple[str, tuple[int, int, int]]:
+    """GEMM micro-kernel for bfloat16 or float32, and its tile: rows, columns, and packed depth."""
+    function = libraries.cpu.dropless_cpu_kernel_tile
+    function.restype = ctypes.c_char_p
+    tile = (ctypes.c_int64 * 3)()
+    name = function(ctypes.c_int(bf16), tile).decode()
+    return name, tuple(tile)
+
+
 # Registering twice is an error on some runtimes, so a reload of this module keeps what is loaded.
 libraries: Libraries = globals().get("libraries") or load()

@@ -1,0 +1,348 @@
+"""What a layer will do and what it costs, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dropless import _library
+from dropless._config import MoEConfig, device_in_use, resolve_precision
+from dropless._devices import NamedDevice, Rates, device_of, rates_of
+from dropless._experts import Spec
+from dropless._params import check_float_dtype
+from dropless._routing import check_rows
+
+_BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
+_SCALE_BLOCK = 128  # elements that one FP8 scale covers
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """One matrix product of the layer.
+
+    Attributes:
+      name: what it computes.
+      kernel: the kernel that runs it.
+      tile: sizes of the tile of the result, and the depth of the contraction taken at a time, where
+        they are known before the call.
+      reason: why this kernel.
+      flops: two for each multiplication; `[a,b] x [b,c]` has 2abc.
+      bytes: that must at least move between memory and the device: each operand once, each result
+        once, the weights of min(E, M) experts.
+      floor_seconds: the time that no implementation beats, the larger of FLOPs over the device's
+        peak and bytes over its bandwidth; None for a device whose rates are not known.
+    """
+
+    name: str
+    kernel: str
+    tile: tuple[int, ...] | None
+    reason: str
+    flops: int
+    bytes: int
+    floor_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array that the layer keeps or makes.
+
+    Attributes:
+      name: its name in the architecture notes.
+      shape: its shape.
+      dtype: its dtype's name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a layer does and costs; `print` shows it as a table.
+
+    Attributes:
+      config: the layer.
+      tokens, model_dim, expert_dim: T, H and I. `rows` is M = T * K.
+      device: name of the device.
+      precision: of the GEMMs' operands.
+      precision_reason: why.
+      forward, backward: the GEMMs in order.
+      saved: what is kept between forward and backward beside the parameters.
+      workspace_bytes: of the kernels' own scratch, forward and backward together.
+    """
+
+    config: MoEConfig
+    tokens: int
+    model_dim: int
+    expert_dim: int
+    device: str
+    precision: str
+    precision_reason: str
+    forward: tuple[Gemm, ...]
+    backward: tuple[Gemm, ...]
+    saved: tuple[Array, ...]
+    workspace_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """M = T * K."""
+        return self.tokens * self.config.experts_per_token
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """All GEMMs, forward first."""
+        return self.forward + self.backward
+
+    @property
+    def flops(self) -> int:
+        """Of all GEMMs, forward and backward."""
+        return sum(gemm.flops for gemm in self.gemms)
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """Sum of the GEMMs' floors; None for a device whose rates are not known."""
+        floors = [gemm.floor_seconds for gemm in self.gemms]
+        return None if None in floors else sum(floors)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all saved activations, x included."""
+        return sum(array.bytes for array in self.saved)
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def explain(
+    cfg: MoEConfig,
+    tokens: int,
+    model_dim: int,
+    device: jax.Device | str | None = None,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> Explanation:
+    """Says what one forward and backward pass of a layer runs, and what it costs at least.
+
+    Args:
+      cfg: the layer.
+      tokens: T on one device.
+      model_dim: H.
+      device: a `jax.Device`, or the name of one that need not be here, such as `"cpu"` or `"H200"`.
+        None is the device in use; only then are JAX's backends initialised.
+      dtype: of x, float32 or bfloat16. None: float32 on a CPU, bfloat16 elsewhere.
+      param_dtype: of the parameters and of their gradients.
+
+    Returns:
+      An `Explanation`; print it for a table.
+
+    Raises:
+      ValueError: a size below 1, a device that is not known by that name, or FP8 asked of a device
+        that has none, exactly as the layer itself would refuse it.
+      TypeError: a dtype that the layer does not take.
+    """
+    for name, value in (("tokens", tokens), ("model_dim", model_dim)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int >= 1; got {value!r}.")
+    check_rows(tokens, cfg.experts_per_token)
+    found = device_in_use(None) if device is None else device_of(device)
+    if dtype is None:
+        dtype = jnp.float32 if found.platform == "cpu" else jnp.bfloat16
+    check_float_dtype("dtype", dtype)
+    check_float_dtype("param_dtype", param_dtype)
+    precision = resolve_precision(cfg, jnp.dtype(dtype), found)
+    spec = Spec.of(cfg, precision)
+    sizes = _Sizes(
+        t=tokens,
+        k=cfg.experts_per_token,
+        e=cfg.num_experts,
+        h=model_dim,
+        i=cfg.resolved_expert_dim(model_dim),
+        x=jnp.dtype(dtype).itemsize,
+        param=jnp.dtype(param_dtype).itemsize,
+    )
+    forward, backward = _gemms(spec, sizes, found)
+    return Explanation(
+        config=cfg,
+        tokens=tokens,
+        model_dim=model_dim,
+        expert_dim=sizes.i,
+        device=found.device_kind,
+        precision=precision,
+        precision_reason=_reason(cfg, precision, jnp.dtype(dtype).name, found),
+        forward=forward,
+        backward=backward,
+        saved=_saved(spec, sizes, jnp.dtype(dtype).name),
+        workspace_bytes=_library.workspace_bytes("route", tokens, cfg.num_experts),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    t: int
+    k: int
+    e: int
+    h: int
+    i: int
+    x: int  # bytes of an element of x
+    param: int  # bytes of a parameter
+
+    @property
+    def m(self) -> int:
+        return self.t * self.k
+
+
+def _reason(cfg: MoEConfig, precision: str, x: str, device: jax.Device | NamedDevice) -> str:
+    if cfg.precision == precision:
+        return "asked for"
+    if cfg.precision == "fp8":
+        return f'fp8 was asked for, but {device.device_kind} has none, and fallback="bf16" is set'
+    if device.platform == "cpu":
+        return f"auto: the dtype of x ({x}) on a CPU"
+    return "auto: what GPUs run by default"
+
+
+def _gemms(
+    spec: Spec, s: _Sizes, device: jax.Device | NamedDevice
+) -> tuple[tuple[Gemm, ...], tuple[Gemm, ...]]:
+    rates = rates_of(device)
+    operand, wide = _BYTES[spec.precision], jnp.dtype(spec.wide).itemsize
+    matrix = min(s.e, s.m) * s.h * s.i * operand  # one of an expert's matrices, for all in use
+    saved_h = 1 if spec.h_fp8 else wide
+    wgrad = "bf16" if spec.fp8 and not spec.wgrad_fp8 else spec.precision
+    product = 2 * s.m * s.h * s.i
+
+    def gemm(name: str, op: str, flops: int, moved: int, kind: str = spec.precision) -> Gemm:
+        kernel, tile, reason = _kernel(op, kind, device)
+        floor = _floor(rates, kind, flops, moved)
+        return Gemm(name, kernel, tile, reason, flops, moved, floor)
+
+    def router(name: str, products: int) -> Gemm:
+        flops = products * 2 * s.t * s.h * s.e
+        moved = products * (s.t * s.h * s.x + s.h * s.e * s.param + s.t * s.e * 4)
+        floor = _floor(rates, "f32", flops, moved)
+        reason = "float32 products whatever the operands are, never TF32"
+        return Gemm(name, "XLA dot", None, reason, flops, moved, floor)
+
+    x, rows_i, rows_h = s.t * s.h, s.m * s.i, s.m * s.h
+    forward = (
+        router("router", 1),
+        gemm(
+            "gate and up, activation", "expert_up", 2 * product,
+            x * operand + 2 * matrix + 2 * rows_i * saved_h + rows_i * operand,
+        ),
+        gemm("down", "grouped_gemm", product, rows_i * operand + matrix + rows_h * wide),
+    )  # fmt: skip
+    backward = (
+        gemm(
+            "gradient through down", "expert_down_backward", product,
+            x * operand + matrix + 2 * rows_i * saved_h + 3 * rows_i * wide,
+        ),
+        gemm(
+            "gradient of x", "expert_up_backward", 2 * product,
+            2 * rows_i * operand + 2 * matrix + rows_h * wide,
+        ),
+        gemm(
+            "gradients of gate and up", "grouped_wgrad", 2 * product,
+            x * _BYTES[wgrad] + 2 * rows_i * _BYTES[wgrad] + 2 * s.e * s.h * s.i * s.param, wgrad,
+        ),
+        gemm(
+            "gradient of down", "grouped_wgrad", product,
+            x * _BYTES[wgrad] + rows_i * _BYTES[wgrad] + s.e * s.h * s.i * s.param, wgrad,
+        ),
+        router("router's gradients", 2),
+    )  # fmt: skip
+    return forward, backward
+
+
+def _floor(rates: Rates | None, precision: str, flops: int, moved: int) -> float | None:
+    if rates is None or precision not in rates.flops:
+        return None
+    return max(flops / rates.flops[precision], moved / rates.bandwidth)
+
+
+def _kernel(
+    op: str, precision: str, device: jax.Device | NamedDevice
+) -> tuple[str, tuple[int, ...] | None, str]:
+    """Kernel, tile and reason of one op."""
+    if device.platform == "cpu":
+        bf16 = precision != "f32"
+        name, tile = _library.cpu_kernel_tile(bf16=bf16)
+        reason = f"the fastest micro-kernel of this CPU for {'bf16' if bf16 else 'f32'}"
+        if precision == "fp8":
+            reason += "; FP8 is emulated: codes are exact in bf16"
+        return f"{op} on {name}", tile, reason
+    capability = float(getattr(device, "compute_capability", None) or 0)
+    # The wgmma and TMA kernels are compiled for sm_90a, which no other generation runs.
+    arch = "sm90" if 9.0 <= capability < 10.0 else "sm80"
+    stem = "_".join((op, "fp8", arch) if precision == "fp8" else (op, arch))
+    hopper = "Hopper: TMA and wgmma"
+    other = "not Hopper: cp.async and mma.sync, which every GPU since Ampere runs"
+    return stem, None, hopper if arch == "sm90" else other
+
+
+def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
+    h = "float8_e4m3fn" if spec.h_fp8 else jnp.dtype(spec.wide).name
+    arrays = [Array("x", (s.t, s.h), x), Array("h", (s.m, 2, s.i), h)]
+    if spec.h_fp8:
+        blocks = -(-s.i // _SCALE_BLOCK)
+        arrays.append(Array("h_scale", (s.m, 2, blocks), "float32"))
+    return (
+        *arrays,
+        Array("logits", (s.t, s.e), "float32"),
+        Array("ids", (s.t, s.k), "int32"),
+        Array("weights", (s.t, s.k), "float32"),
+        Array("slot_of_row", (s.m,), "int32"),
+        Array("row_of_slot", (s.t, s.k), "int32"),
+        Array("offsets", (s.e + 1,), "int32"),
+    )
+
+
+def _table(e: Explanation) -> str:
+    cfg = e.config
+    lines = [
+        f"MoE layer on {e.device}: T {e.tokens}, H {e.model_dim}, E {cfg.num_experts}, "
+        f"K {cfg.experts_per_token}, I {e.expert_dim}, M {e.rows}",
+        f"precision {e.precision} ({e.precision_reason})",
+        "",
+    ]
+    rows = [("GEMM", "kernel", "tile", "GFLOP", "MB", "floor ms")]
+    for gemm in e.gemms:
+        tile = "x".join(map(str, gemm.tile)) if gemm.tile else "-"
+        figures = (f"{gemm.flops / 1e9:.4g}", f"{gemm.bytes / 1e6:.4g}", _ms(gemm.floor_seconds))
+        rows.append((gemm.name, gemm.kernel, tile, *figures))
+    total = sum(gemm.bytes for gemm in e.gemms)
+    figures = (f"{e.flops / 1e9:.4g}", f"{total / 1e6:.4g}", _ms(e.floor_seconds))
+    rows.append(("all", "", "", *figures))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        left = "  ".join(cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True))
+        right = "  ".join(cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True))
+        lines.append(f"{left}  {right}")
+    lines.append("")
+    for reason in dict.fromkeys(gemm.reason for gemm in e.gemms):
+        kernels = dict.fromkeys(gemm.kernel for gemm in e.gemms if gemm.reason == reason)
+        lines.append(f"{', '.join(kernels)}: {reason}")
+    if e.floor_seconds is None:
+        lines.append(f"floor: unknown, the peak rates of {e.device} are not in the table")
+    lines.append("")
+    lines.append(f"saved for backward: {e.saved_bytes / 1e6:.4g} MB")
+    lines += [
+        f"  {array.name} {list(array.shape)} {array.dtype}: {array.bytes / 1e6:.4g} MB"
+        for array in e.saved
+    ]
+    lines.append(f"workspace: {e.workspace_bytes} bytes")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.4g}"
