@@ -54,6 +54,7 @@ set(nvcc_flags
   -std=c++20 -O3
   -lineinfo  # source lines for profilers and the sanitizer; costs nothing at run time
   --expt-relaxed-constexpr  # std::min and our constexpr helpers in device code
+  -diag-suppress=2810  # nvcc takes assigning a [[nodiscard]] type for dropping it
   -Xptxas=-warn-spills  # a spilled register is a bug in a tile policy
   -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-ffp-contract=off)
 if(DROPLESS_WERROR)

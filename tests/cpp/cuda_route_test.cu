@@ -1,0 +1,355 @@
+// The router and the dispatch plan on the GPU against the reference.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "dropless/route.h"
+#include "tests/cpp/support/compare.h"
+#include "tests/cpp/support/device.h"
+#include "tests/cpp/support/routing.h"
+
+namespace dropless::testing {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// exp, log and the division that normalises cost a few units in the last place each; a weight is a
+// quotient of up to E such terms.
+Bound router_bound(int64_t terms) { return Bound{16 * 0x1p-24, 0} + fp32_sum(terms); }
+
+RouteArgs on_device(Device& device, RouteArgs a) {
+  a.logits = device.put(a.logits);
+  a.selection_bias = device.put(a.selection_bias);
+  a.mask = device.put(a.mask);
+  a.ids = device.put(a.ids);
+  a.weights = device.put(a.weights);
+  a.prob_sum = device.put(a.prob_sum);
+  a.sums = device.put(a.sums);
+  a.counters = device.put(a.counters);
+  a.plan = device.put(a.plan);
+  return a;
+}
+
+RouteBackwardArgs on_device(Device& device, RouteBackwardArgs a) {
+  a.logits = device.put(a.logits);
+  a.mask = device.put(a.mask);
+  a.ids = device.put(a.ids);
+  a.d_weights = device.put(a.d_weights);
+  a.d_prob_sum = device.put(a.d_prob_sum);
+  a.d_sums = device.put(a.d_sums);
+  a.d_logits = device.put(a.d_logits);
+  return a;
+}
+
+void gpu_route(Routing& r) {
+  Device device;
+  const RouteArgs args = on_device(device, r.forward());
+  const Tensor workspace = device.workspace(cuda::route_workspace_bytes(args));
+  EXPECT_OK(cuda::route(args, workspace, device.stream()));
+  device.finish();
+}
+
+void gpu_route_backward(Routing& r) {
+  Device device;
+  EXPECT_OK(cuda::route_backward(on_device(device, r.backward()), {}, device.stream()));
+  device.finish();
+}
+
+void expect_same_routing(const Routing& got, const Routing& expected) {
+  EXPECT_TRUE(got.ids.same_bits(expected.ids));
+  EXPECT_TRUE(got.plan.same_bits(expected.plan));
+  EXPECT_TRUE(got.counters.same_bits(expected.counters));
+  EXPECT_TRUE(close(got.weights, expected.weights, router_bound(expected.num_experts())));
+  EXPECT_TRUE(close(got.prob_sum, expected.prob_sum,
+                    router_bound(expected.num_experts() + expected.tokens())));
+  EXPECT_TRUE(
+      close(got.sums, expected.sums, router_bound(expected.num_experts() + expected.tokens())));
+}
+
+void expect_same_bits(const Routing& got, const Routing& expected) {
+  EXPECT_TRUE(got.ids.same_bits(expected.ids));
+  EXPECT_TRUE(got.weights.same_bits(expected.weights));
+  EXPECT_TRUE(got.prob_sum.same_bits(expected.prob_sum));
+  EXPECT_TRUE(got.sums.same_bits(expected.sums));
+  EXPECT_TRUE(got.counters.same_bits(expected.counters));
+  EXPECT_TRUE(got.plan.same_bits(expected.plan));
+}
+
+class CudaRoute : public GpuTest<::testing::TestWithParam<RouterOptions>> {
+ protected:
+  // Sizes on both sides of every switch: experts a lane (32, 64, 128, 256, 512), tokens a chunk
+  // (16) and chunks (128).
+  static std::vector<Routing> cases() {
+    Rng rng(31);
+    std::vector<Routing> all;
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      all.emplace_back(1, 1, 1, dtype);
+      all.emplace_back(0, 5, 2, dtype);
+      all.emplace_back(67, 6, 2, dtype);
+      all.emplace_back(131, 60, 4, dtype);
+      all.emplace_back(33, 257, 8, dtype);
+      all.emplace_back(5, 17, 17, dtype);
+      all.emplace_back(2049, 33, 7, dtype);
+    }
+    for (Routing& r : all) {
+      r.options = GetParam();
+      r.randomize(rng);
+    }
+    all.push_back(all[2]);
+    all.back().add_mask();
+    all.push_back(all[3]);
+    all.back().add_mask();
+    all.back().capacity = 5;
+    all.back().selection_bias = normal(rng, DType::kF32, {60});
+    return all;
+  }
+};
+
+TEST_P(CudaRoute, ForwardHasTheReferencesIdsAndPlan) {
+  for (Routing& expected : cases()) {
+    SCOPED_TRACE(expected.logits.shape());
+    const Routing poisoned = expected;
+    ASSERT_TRUE(reference::route(expected.forward()).ok());
+    Routing first = poisoned;
+    gpu_route(first);
+    expect_same_routing(first, expected);
+    Routing again = poisoned;
+    gpu_route(again);
+    expect_same_bits(again, first);
+  }
+}
+
+TEST_P(CudaRoute, BackwardMatchesReference) {
+  for (Routing& r : cases()) {
+    SCOPED_TRACE(r.logits.shape());
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    Routing expected = r, got = r;
+    ASSERT_TRUE(reference::route_backward(expected.backward()).ok());
+    gpu_route_backward(got);
+    // The gradient of a softmax is a difference of sums over E terms.
+    const Bound bound = router_bound(4 * r.num_experts()) + Bound{0, 32 * 0x1p-24};
+    // With one expert every softmax is 1 and its gradient 0 but for rounding.
+    if (r.num_experts() > 1) {
+      EXPECT_TRUE(close(got.d_logits, expected.d_logits, bound));
+    }
+    EXPECT_TRUE(all_finite(got.d_logits));
+  }
+}
+
+TEST_P(CudaRoute, F1_SameIdsAsReferenceForLogitsThatAreNotFinite) {
+  Rng rng(32);
+  const float special[] = {kNan, -kNan, kInf, -kInf, 0.0f, -0.0f, 1.0f};
+  Routing expected(200, 19, 6);
+  expected.options = GetParam();
+  for (int64_t i = 0; i < expected.logits.size(); ++i) {
+    expected.logits.set(i, special[rng() % (i / 19 % 2 == 0 ? 7 : 4)]);
+  }
+  // A NaN with every payload bit set, as poisoned memory holds.
+  expected.logits.as<uint32_t>()[3] = 0xFFFFFFFFu;
+  for (const bool biased : {false, true}) {
+    if (biased) expected.selection_bias = normal(rng, DType::kF32, {19});
+    Routing got = expected;
+    ASSERT_TRUE(reference::route(expected.forward()).ok());
+    gpu_route(got);
+    EXPECT_TRUE(got.ids.same_bits(expected.ids));
+    EXPECT_TRUE(got.plan.same_bits(expected.plan));
+    EXPECT_TRUE(got.counters.same_bits(expected.counters));
+    for (int64_t i = 0; i < got.weights.size(); ++i) {
+      EXPECT_EQ(std::isnan(got.weights[i]), std::isnan(expected.weights[i])) << "slot " << i;
+    }
+    gpu_route_backward(got);
+  }
+}
+
+TEST_P(CudaRoute, F1_TiesTakeTheLowestIndex) {
+  Rng rng(33);
+  Routing expected(300, 133, 9, DType::kBF16);
+  expected.options = GetParam();
+  for (int64_t i = 0; i < expected.logits.size(); ++i) {
+    expected.logits.set(i, static_cast<double>(rng() % 4));
+  }
+  for (const bool biased : {false, true}) {
+    if (biased) {
+      expected.selection_bias = Array(DType::kF32, {133});
+      for (int64_t e = 0; e < 133; ++e) expected.selection_bias.set(e, static_cast<double>(e % 3));
+    }
+    Routing got = expected;
+    ASSERT_TRUE(reference::route(expected.forward()).ok());
+    gpu_route(got);
+    EXPECT_TRUE(got.ids.same_bits(expected.ids));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CudaRoute, ::testing::ValuesIn(all_router_options()));
+
+using CudaRouteSizes = GpuTest<>;
+
+TEST_F(CudaRouteSizes, F9_AnyNumberOfExpertsAndChoices) {
+  Rng rng(34);
+  for (const int64_t num_experts :
+       {1, 2, 3, 7, 32, 60, 64, 72, 160, 256, 257, 384, 512, 513, 1000, 1024}) {
+    for (const int64_t per_token : {1, 2, 3, 6, 8, 12, 31, 32}) {
+      if (per_token > num_experts) continue;
+      Routing expected(35, num_experts, per_token);
+      expected.randomize(rng);
+      expected.selection_bias = normal(rng, DType::kF32, {num_experts});
+      Routing got = expected;
+      SCOPED_TRACE(expected.logits.shape());
+      ASSERT_TRUE(reference::route(expected.forward()).ok());
+      gpu_route(got);
+      expect_same_routing(got, expected);
+    }
+  }
+}
+
+TEST_F(CudaRouteSizes, MoreThanTheLimitsIsAnErrorThatNamesThem) {
+  Routing many(2, 1025, 1);
+  Status status = cuda::route(many.forward(), {}, nullptr);
+  EXPECT_EQ(status.code(), StatusCode::kUnimplemented);
+  EXPECT_NE(status.message().find("1024 experts (E), got 1025"), std::string::npos)
+      << status.message();
+  Routing choices(2, 40, 33);
+  status = cuda::route(choices.forward(), {}, nullptr);
+  EXPECT_NE(status.message().find("32 experts per token (K), got 33"), std::string::npos)
+      << status.message();
+  Routing fine(2, 40, 3);
+  status = cuda::route(fine.forward(), {}, nullptr);
+  EXPECT_NE(status.message().find("workspace must have"), std::string::npos) << status.message();
+}
+
+TEST_F(CudaRouteSizes, G1_HundredRunsHaveTheSameBits) {
+  Rng rng(35);
+  Routing first(4097, 128, 16);
+  first.randomize(rng);
+  const Routing poisoned = first;
+  gpu_route(first);
+  for (int i = 0; i < 100; ++i) {
+    Routing again = poisoned;
+    gpu_route(again);
+    ASSERT_TRUE(again.plan.same_bits(first.plan) && again.weights.same_bits(first.weights) &&
+                again.prob_sum.same_bits(first.prob_sum) && again.sums.same_bits(first.sums));
+  }
+}
+
+TEST_F(CudaRouteSizes, H1_PaddingChangesNothing) {
+  Rng rng(36);
+  Routing plain(40, 7, 2), padded(160, 7, 2);
+  plain.randomize(rng);
+  padded.mask = Array(DType::kU8, {160}).fill(0);
+  padded.d_prob_sum = plain.d_prob_sum;
+  padded.d_sums = plain.d_sums;
+  for (int64_t t = 0; t < 40; ++t) {
+    const int64_t place = t < 25 ? t : 120 + t;
+    padded.mask.set(place, 1);
+    for (int64_t e = 0; e < 7; ++e) padded.logits.set(place * 7 + e, plain.logits[t * 7 + e]);
+    for (int64_t k = 0; k < 2; ++k) padded.d_weights.set(place * 2 + k, plain.d_weights[t * 2 + k]);
+  }
+  for (Routing* r : {&plain, &padded}) {
+    gpu_route(*r);
+    gpu_route_backward(*r);
+  }
+  EXPECT_TRUE(close(padded.prob_sum, plain.prob_sum, router_bound(40)));
+  EXPECT_TRUE(close(padded.sums, plain.sums, router_bound(40)));
+  EXPECT_TRUE(padded.counters.same_bits(plain.counters));
+  EXPECT_TRUE(padded.plan.counts.same_bits(plain.plan.counts));
+  for (int64_t t = 0; t < 160; ++t) {
+    if (padded.mask[t] == 0) {
+      EXPECT_TRUE(rows_are_zero(padded.d_logits, t, t + 1));
+      continue;
+    }
+    const int64_t source = t < 25 ? t : t - 120;
+    for (int64_t e = 0; e < 7; ++e) {
+      EXPECT_EQ(padded.d_logits[t * 7 + e], plain.d_logits[source * 7 + e]);
+    }
+  }
+}
+
+TEST_F(CudaRouteSizes, RenormalisedWeightsSurviveScoresThatUnderflow) {
+  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+    Routing expected(1, 4, 2);
+    expected.options.score = score;
+    const float logits[] = {-300, -200.5, -200, -400};
+    for (int64_t e = 0; e < 4; ++e) expected.logits.set(e, logits[e]);
+    Rng rng(37);
+    expected.d_weights.fill_normal(rng);
+    expected.d_prob_sum.fill(0);
+    expected.d_sums.fill(0);
+    Routing got = expected;
+    ASSERT_TRUE(reference::route(expected.forward()).ok());
+    gpu_route(got);
+    EXPECT_TRUE(close(got.weights, expected.weights, router_bound(4)));
+  }
+}
+
+TEST_F(CudaRouteSizes, J9_CapturedGraphReplaysTheSameBits) {
+  Rng rng(38);
+  Routing expected(513, 130, 6);
+  expected.randomize(rng);
+  expected.add_mask();
+  Routing got = expected;
+  gpu_route(expected);
+  Device device;
+  const RouteArgs args = on_device(device, got.forward());
+  const Tensor workspace = device.workspace(cuda::route_workspace_bytes(args));
+  replay(device, 3, [&](cuda::Stream stream) { EXPECT_OK(cuda::route(args, workspace, stream)); });
+  device.finish();
+  expect_same_bits(got, expected);
+  gpu_route_backward(expected);
+  Device other;
+  const RouteBackwardArgs backward = on_device(other, got.backward());
+  replay(other, 3,
+         [&](cuda::Stream stream) { EXPECT_OK(cuda::route_backward(backward, {}, stream)); });
+  other.finish();
+  EXPECT_TRUE(got.d_logits.same_bits(expected.d_logits));
+}
+
+class CudaPlan : public GpuTest<> {
+ protected:
+  static void expect_reference(const Array& ids, int64_t num_experts, int64_t capacity) {
+    SCOPED_TRACE(ids.shape() + ", E " + std::to_string(num_experts) + ", capacity " +
+                 std::to_string(capacity));
+    const PlanArrays expected(ids.dim(0), ids.dim(1), num_experts);
+    ASSERT_TRUE(reference::plan({ids, capacity, expected.args()}).ok());
+    const PlanArrays got(ids.dim(0), ids.dim(1), num_experts);
+    Device device;
+    const PlanArgs args = {device.put(ids), capacity, device.put(got.args())};
+    const Tensor workspace = device.workspace(cuda::plan_workspace_bytes(args));
+    EXPECT_OK(cuda::plan(args, workspace, device.stream()));
+    device.finish();
+    EXPECT_TRUE(got.same_bits(expected));
+  }
+};
+
+TEST_F(CudaPlan, B9_AdversarialRoutings) {
+  Rng rng(39);
+  for (const auto& [tokens, per_token, num_experts] : {std::array<int64_t, 3>{0, 3, 5},
+                                                       {1, 1, 1},
+                                                       {1, 5, 1024},
+                                                       {257, 2, 3},
+                                                       {2048, 4, 17},
+                                                       {2049, 1, 1},
+                                                       {4097, 16, 128},
+                                                       {300, 40, 600},
+                                                       {70001, 3, 5}}) {
+    Array random(DType::kI32, {tokens, per_token});
+    // One in ten ids is out of range, on either side; a token may name an expert twice.
+    for (int64_t i = 0; i < random.size(); ++i) {
+      const int64_t id = static_cast<int64_t>(rng() % static_cast<uint64_t>(num_experts));
+      random.set(i, static_cast<double>(
+                        rng() % 10 == 0 ? (rng() % 2 == 0 ? -1 - id : num_experts + id) : id));
+    }
+    Array last(DType::kI32, {tokens, per_token});
+    last.fill(static_cast<double>(num_experts - 1));
+    Array none(DType::kI32, {tokens, per_token});
+    none.fill(-1);
+    for (const Array* ids : {&random, &last, &none}) {
+      for (const int64_t capacity : {0, 1, 37}) expect_reference(*ids, num_experts, capacity);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dropless::testing
