@@ -15,7 +15,7 @@
 namespace dropless::cpu {
 namespace {
 
-// Packed A of one wave. Large enough that B is packed once for thousands of rows, small enough to stay in
+// Packed A of one wave, where A is packed beforehand. Large enough that B is packed once for thousands of rows, small enough to stay in
 // a server's last-level cache.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 // Packed B of an item, half of a second-level cache, and the columns it may have over all n-segments: with
@@ -102,17 +102,20 @@ class Run {
       if (group.m == 0) continue;
       for (int64_t m = 0; m < group.m;) {
         Part part = make_part(group);
-        const int64_t room = (kWaveBytes - a_bytes) / std::max<int64_t>(part.panel_bytes, 1);
-        const int64_t rows = std::min(group.m - m, std::max<int64_t>(room, 1) * kernel_.mr);
-        if (room < 1 && !parts_.empty()) {
-          run_wave(a_bytes);
-          a_bytes = 0;
-          continue;
+        int64_t rows = group.m;
+        if (p_.scaled) {
+          const int64_t room = (kWaveBytes - a_bytes) / std::max<int64_t>(part.panel_bytes, 1);
+          if (room < 1 && !parts_.empty()) {
+            run_wave(a_bytes);
+            a_bytes = 0;
+            continue;
+          }
+          rows = std::min(group.m - m, std::max<int64_t>(room, 1) * kernel_.mr);
         }
         part.m_begin = m;
         part.m_end = m += rows;
         part.a_offset = a_bytes;
-        a_bytes += ceil_div(rows, kernel_.mr) * part.panel_bytes;
+        if (p_.scaled) a_bytes += ceil_div(rows, kernel_.mr) * part.panel_bytes;
         parts_.push_back(part);
       }
     }
@@ -144,9 +147,11 @@ class Run {
   }
 
   void run_wave(int64_t a_bytes) {
-    static thread_local Scratch wave_scratch;  // <= kWaveBytes, or one panel of A if that is more
-    packed_a_ = wave_scratch.reserve(a_bytes);
-    pack_wave();
+    if (p_.scaled) {
+      static thread_local Scratch wave_scratch;  // <= kWaveBytes, or one panel of A if that is more
+      packed_a_ = wave_scratch.reserve(a_bytes);
+      pack_wave();
+    }
     make_items();
     parallel_items(executor_, static_cast<int64_t>(item_begin_.size()) - 1, [this](int64_t i) {
       static thread_local char tile_state[64];
@@ -259,7 +264,8 @@ class Run {
         if (block == nullptr) {
           std::memset(strip_c, 0, kernel_.mr * ldc * 4);
         } else {
-          multiply_strip(part, *block, strip, b, b_panels, b_bytes, b_scales, scale_stride, step > 0, last);
+          multiply_strip(part, item, *block, strip, b, b_panels, b_bytes, b_scales, scale_stride,
+                         step > 0, last);
         }
         if (last) p_.store(strip);
       }
@@ -268,27 +274,40 @@ class Run {
 
   // One panel of A times all panels of B. Between the tiles the next panel of A and, before a store, the
   // lines of the result are asked for.
-  void multiply_strip(const Part& part, const KBlock& block, const GemmStrip& strip, const char* b,
-                      int64_t b_panels, int64_t b_bytes, const float* b_scales, int64_t scale_stride,
-                      bool accumulate, bool last) {
-    const char* a = packed_a_ + part.a_offset +
-                    (strip.m0 - part.m_begin) / kernel_.mr * part.panel_bytes;
-    const float* a_scales = reinterpret_cast<const float*>(a + part.scale_offset) +
-                            block.scale_begin * kernel_.mr;
-    a += block.packed_begin * kernel_.mr * kernel_.element_bytes;
-    const int64_t a_bytes = block.packed_length * kernel_.mr * kernel_.element_bytes;
-    const int64_t share = round_up(ceil_div(a_bytes, b_panels), kCacheLine);
+  void multiply_strip(const Part& part, const Item& item, const KBlock& block, const GemmStrip& strip,
+                      const char* b, int64_t b_panels, int64_t b_bytes, const float* b_scales,
+                      int64_t scale_stride, bool accumulate, bool last) {
+    const float* a_scales = nullptr;
+    const char* a = packed_a(part, block, strip, &a_scales);
+    const int64_t next = strip.m0 + kernel_.mr;
+    const int64_t next_rows = std::min<int64_t>(kernel_.mr, item.m_end - next);
     const int64_t per_segment = b_panels / p_.n_segments;
     for (int64_t j = 0; j < b_panels; ++j) {
       multiply(block, strip.rows, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr, scale_stride,
                strip.c + j * kernel_.nr, strip.ldc, accumulate);
-      prefetch_bytes(a + part.panel_bytes + j * share, std::min(share, a_bytes - j * share));
+      if (!p_.scaled && next_rows > 0) {
+        p_.prefetch_a(part.group, next, next_rows, block, j, b_panels);
+      }
       if (last) {
         const int64_t n = j % per_segment * kernel_.nr;
         p_.prefetch_store(strip, static_cast<int>(j / per_segment), n,
                           std::min<int64_t>(kernel_.nr, strip.cols - n));
       }
     }
+  }
+
+  const char* packed_a(const Part& part, const KBlock& block, const GemmStrip& strip,
+                       const float** scales) {
+    if (p_.scaled) {
+      const char* panel =
+          packed_a_ + part.a_offset + (strip.m0 - part.m_begin) / kernel_.mr * part.panel_bytes;
+      *scales = reinterpret_cast<const float*>(panel + part.scale_offset) + block.scale_begin * kernel_.mr;
+      return panel + block.packed_begin * kernel_.mr * kernel_.element_bytes;
+    }
+    static thread_local Scratch scratch;  // <= mr * k_block elements
+    char* panel = scratch.reserve(part.longest * kernel_.mr * kernel_.element_bytes);
+    p_.pack_a(kernel_, part.group, strip.m0, strip.rows, block, panel, nullptr, 0);
+    return panel;
   }
 
   void multiply(const KBlock& block, int count, const char* a, const float* a_scales, const char* b,

@@ -3,10 +3,13 @@
 // A problem is a list of groups, each an [m, k] x [k, n] product of its own; what differs between the
 // operations (where operands come from, what happens to the result) is behind three virtual functions.
 //
-//   wave     as many rows of packed A as fit a fixed buffer, packed once, by all threads, then shared
-//   item     one thread's work: a group's n-panel and a range of its rows; B is packed here, once
-//   K block  operands are packed, and C accumulated, block by block along the contraction
+//   item     one thread's work: a group's n-panel and a range of its rows
+//   K block  operands are packed, and C accumulated, block by block along the contraction; B once an item
+//   strip    mr rows of the item: their panel of A is packed just before it is used
 //   tile     [mr, nr] of C, one call of the micro-kernel
+//
+// Where packing A is dear (FP8 has to be decoded or quantised), it is done once for all items beforehand:
+//   wave     as many rows of packed A as fit a fixed buffer, packed by all threads, then shared
 //
 // The order in which an element of C is summed depends on k and the kernel alone, so results have the
 // same bits for any number of threads.
@@ -66,6 +69,9 @@ class GemmProblem {
   // scales as [128-blocks, mr], as far apart.
   virtual void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
                       const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const = 0;
+  // Hint: asks for the `part`-th of `parts` shares of what packing these rows of A will read.
+  virtual void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block,
+                          int64_t part, int64_t parts) const = 0;
   // Packs columns [n0, n0 + count) of B's n-segment, consecutive panels `panel_bytes` apart, and if scaled
   // their scales as [128-blocks, scale_stride].
   virtual void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,

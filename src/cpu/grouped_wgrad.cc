@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/index.h"
+#include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
 #include "cpu/scratch.h"
 #include "dropless/grouped_gemm.h"
@@ -58,6 +59,15 @@ class GroupedWgrad final : public GemmProblem {
         auto* out = reinterpret_cast<float*>(scales + skip) + k / kScaleBlock * kernel.mr;
         for (int i = 0; i < kernel.mr; ++i) out[i] = i < width ? scale[j + i] : 0.0f;
       }
+    }
+  }
+
+  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block, int64_t part,
+                  int64_t parts) const override {
+    const int64_t first = first_row_[group.index] + block.begin;
+    const int64_t element = size_of(args_.x.dtype);
+    for (int64_t k = block.length * part / parts; k < block.length * (part + 1) / parts; ++k) {
+      prefetch_bytes(static_cast<const char*>(x_.row(first + k)) + m0 * element, count * element);
     }
   }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/gemm_kernel.h"
+#include "cpu/transpose.h"
 #include "cpu/vector_math.h"
 
 #pragma GCC diagnostic push
@@ -14,17 +15,15 @@ namespace dropless::cpu {
 namespace {
 
 struct F32Source {
-  using Element = float;
-  static DROPLESS_INLINE float value(float x) { return x; }
-  static DROPLESS_INLINE VF vector(const float* p) { return load<VF>(p); }
+  static DROPLESS_INLINE const float* row(const void* p) { return static_cast<const float*>(p); }
+  static DROPLESS_INLINE VF some(const float* p, int64_t n) { return get<VF>(p, n); }
 };
 
 struct Bf16Source {
-  using Element = uint16_t;
-  static DROPLESS_INLINE float value(uint16_t x) {
-    return __builtin_bit_cast(float, uint32_t{x} << 16);
+  static DROPLESS_INLINE const uint16_t* row(const void* p) {
+    return static_cast<const uint16_t*>(p);
   }
-  static DROPLESS_INLINE VF vector(const uint16_t* p) { return widen_bf16(load<VH>(p)); }
+  static DROPLESS_INLINE VF some(const uint16_t* p, int64_t n) { return widen_bf16(get<VH>(p, n)); }
 };
 
 // Element (k, w) of the panel is rows[k][offset + w].
@@ -32,13 +31,12 @@ template <int kWidth, class Source>
 void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
   float* out = static_cast<float*>(panel);
   for (int64_t i = 0; i < k; ++i, out += kWidth) {
-    const auto* row = static_cast<const typename Source::Element*>(rows[i]) + offset;
-    int w = 0;
-    if (count == kWidth) {
-      for (; w + kLanes <= kWidth; w += kLanes) store(out + w, Source::vector(row + w));
+    const auto* row = Source::row(rows[i]) + offset;
+    for (int w = 0; w < kWidth; w += kLanes) {
+      const int width = kWidth - w < kLanes ? kWidth - w : kLanes;
+      const int64_t given = count - w < 0 ? 0 : (count - w < width ? count - w : width);
+      put(out + w, given > 0 ? Source::some(row + w, given) : VF{}, width);
     }
-    for (; w < count; ++w) out[w] = Source::value(row[w]);
-    for (; w < kWidth; ++w) out[w] = 0.0f;
   }
 }
 
@@ -46,17 +44,16 @@ void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_
 template <int kWidth, class Source>
 void pack_transposed(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
   float* out = static_cast<float*>(panel);
-  // Depth is cut so that the part of the panel being filled stays in the first-level cache.
-  constexpr int64_t kStep = 16;
-  for (int64_t k0 = 0; k0 < k; k0 += kStep) {
-    const int64_t depth = k - k0 < kStep ? k - k0 : kStep;
-    for (int w = 0; w < kWidth; ++w) {
-      if (w >= count) {
-        for (int64_t i = 0; i < depth; ++i) out[(k0 + i) * kWidth + w] = 0.0f;
-        continue;
+  for (int64_t k0 = 0; k0 < k; k0 += kLanes, out += kLanes * kWidth) {
+    const int64_t depth = k - k0 < kLanes ? k - k0 : kLanes;
+    for (int w0 = 0; w0 < kWidth; w0 += kLanes) {
+      VF v[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        v[i] = w0 + i < count ? Source::some(Source::row(rows[w0 + i]) + offset + k0, depth) : VF{};
       }
-      const auto* row = static_cast<const typename Source::Element*>(rows[w]) + offset + k0;
-      for (int64_t i = 0; i < depth; ++i) out[(k0 + i) * kWidth + w] = Source::value(row[i]);
+      transpose(v);
+      const int width = kWidth - w0 < kLanes ? kWidth - w0 : kLanes;
+      for (int64_t i = 0; i < depth; ++i) put(out + i * kWidth + w0, v[i], width);
     }
   }
 }

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "cpu/transpose.h"
+
 namespace dropless::cpu {
 namespace {
 
@@ -22,35 +24,6 @@ inline const uint16_t* words(const void* row, int64_t offset) {
 // Sixteen dwords, dword i = (even[i], odd[i]).
 inline __m512i interleave(__m256i even, __m256i odd) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-}
-
-// Rows 0..15 of 16 dwords become columns.
-inline void transpose_16x16(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  // Within each group of four rows: dword column pairs to whole 128-bit columns.
-  for (int i = 0; i < 16; i += 4) {
-    r[i + 0] = _mm512_unpacklo_epi64(t[i + 0], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i + 0], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // r[4g + c] holds, in 128-bit lane l, column 4l + c of rows 4g .. 4g + 3.
-  for (int c = 0; c < 4; ++c) {
-    t[c + 0] = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x88);       // lanes 0, 2 of groups 0 and 1
-    t[c + 4] = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xdd);       // lanes 1, 3
-    t[c + 8] = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x88);  // groups 2 and 3
-    t[c + 12] = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xdd);
-  }
-  for (int c = 0; c < 4; ++c) {
-    r[c + 0] = _mm512_shuffle_i32x4(t[c], t[c + 8], 0x88);
-    r[c + 8] = _mm512_shuffle_i32x4(t[c], t[c + 8], 0xdd);
-    r[c + 4] = _mm512_shuffle_i32x4(t[c + 4], t[c + 12], 0x88);
-    r[c + 12] = _mm512_shuffle_i32x4(t[c + 4], t[c + 12], 0xdd);
-  }
 }
 
 // Dword p of row w, p < 16, is the pair (k + 2p, k + 2p + 1) of rows[w]; zeros past `depth` and `count`.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/index.h"
 #include "cpu/prefetch.h"
@@ -26,25 +27,17 @@ int64_t row_elements(const ConstTensor& x) {
 }  // namespace
 
 RowSource::RowSource(const ConstTensor& x)
-    : dtype_(x.dtype),
-      data_(x.as<char>()),
-      rows_(x.dims[0]),
-      row_bytes_(row_elements(x) * size_of(x.dtype)) {}
+    : dtype_(x.dtype), data_(x.as<char>()), row_bytes_(row_elements(x) * size_of(x.dtype)) {}
 
 RowSource::RowSource(const ConstTensor& x, const ConstTensor& slot_of_row, int64_t experts_per_token)
     : RowSource(x) {
-  slot_of_row_ = slot_of_row.as<int32_t>();
-  experts_per_token_ = experts_per_token;
+  gathered_ = true;
+  index_.resize(slot_of_row.dims[0]);
+  for (size_t r = 0; r < index_.size(); ++r) {
+    index_[r] = static_cast<int32_t>(
+        token_of_slot(slot_of_row.as<int32_t>()[r], experts_per_token, x.dims[0]));
+  }
   zeros_.resize(row_bytes_);
-}
-
-int64_t RowSource::index(int64_t r) const {
-  return slot_of_row_ == nullptr ? r : token_of_slot(slot_of_row_[r], experts_per_token_, rows_);
-}
-
-const void* RowSource::row(int64_t r) const {
-  const int64_t i = index(r);
-  return i < 0 ? zeros_.data() : data_ + i * row_bytes_;
 }
 
 const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* const* rows,
@@ -63,16 +56,16 @@ const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* cons
   return pointers;
 }
 
-RowGemm::RowGemm(const RowSource& a, const ConstTensor& a_scale, const ConstTensor& offsets,
+RowGemm::RowGemm(RowSource a, const ConstTensor& a_scale, const ConstTensor& offsets,
                  int64_t rows)
-    : kernels_(kernels()), a_(a), a_scale_(a_scale) {
+    : kernels_(kernels()), a_(std::move(a)), a_scale_(a_scale) {
   const int64_t experts = offsets.dims[0] - 1;
   for (int64_t e = 0; e < experts; ++e) {
     const RowRange range = rows_of_expert(offsets.as<int32_t>(), e, rows);
     groups.push_back({e, range.size(), 0});
     first_row_.push_back(range.begin);
   }
-  scaled = a.dtype() == DType::kF8E4M3;
+  scaled = a_.dtype() == DType::kF8E4M3;
 }
 
 void RowGemm::add_matrix(const ConstTensor& b, const ConstTensor& b_scale, bool transposed) {
@@ -110,6 +103,16 @@ void RowGemm::pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m
         scale[b * kernel.mr + i] = row < 0 ? 0.0f : a_scale_.as<float>()[index];
       }
     }
+  }
+}
+
+void RowGemm::prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block,
+                         int64_t part, int64_t parts) const {
+  const int64_t first = first_row_[group.index] + m0;
+  const int64_t element = size_of(a_.dtype());
+  const int64_t offset = (block.segment * k_ + block.begin) * element;
+  for (int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i) {
+    prefetch_bytes(static_cast<const char*>(a_.row(first + i)) + offset, block.length * element);
   }
 }
 

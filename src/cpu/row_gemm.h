@@ -20,17 +20,19 @@ class RowSource {
 
   DType dtype() const { return dtype_; }
   // The row of x that row r is, or -1 for none.
-  int64_t index(int64_t r) const;
-  const void* row(int64_t r) const;
+  int64_t index(int64_t r) const { return gathered_ ? index_[r] : r; }
+  const void* row(int64_t r) const {
+    const int64_t i = index(r);
+    return i < 0 ? zeros_.data() : data_ + i * row_bytes_;
+  }
 
  private:
   DType dtype_ = DType::kF32;
   const char* data_ = nullptr;
-  int64_t rows_ = 0;
   int64_t row_bytes_ = 0;
-  const int32_t* slot_of_row_ = nullptr;
-  int64_t experts_per_token_ = 1;
-  std::vector<char> zeros_;  // one row
+  bool gathered_ = false;
+  std::vector<int32_t> index_;  // [M], if gathered: divisions are done once, not for every panel
+  std::vector<char> zeros_;     // one row
 };
 
 // rows[0..row_count), of dtype float8 decoded to bfloat16 from `offset` on for `length` elements; else as
@@ -40,7 +42,7 @@ const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* cons
 
 class RowGemm : public GemmProblem {
  public:
-  RowGemm(const RowSource& a, const ConstTensor& a_scale, const ConstTensor& offsets, int64_t rows);
+  RowGemm(RowSource a, const ConstTensor& a_scale, const ConstTensor& offsets, int64_t rows);
 
   // Adds the matrix [E, k, n] ([E, n, k] if transposed) with its scales; all must agree in shape. The first
   // one gives the size of the problem; further ones lie beside it (n_segments) or below it (k_segments).
@@ -48,6 +50,8 @@ class RowGemm : public GemmProblem {
 
   void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
               const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const override;
+  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block, int64_t part,
+                  int64_t parts) const override;
   void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
               int64_t count, const KBlock& block, void* panels, int64_t panel_bytes, float* scales,
               int64_t scale_stride) const override;

@@ -21,16 +21,6 @@ DROPLESS_INLINE void for_vectors(int64_t n, Body body) {
   if (i < n) body(i, n - i);
 }
 
-template <class V, class T>
-DROPLESS_INLINE V get(const T* p, int64_t count) {
-  return count == kLanes ? load<V>(p) : load_some<V>(p, count);
-}
-
-template <class V, class T>
-DROPLESS_INLINE void put(T* p, V v, int64_t count) {
-  count == kLanes ? store(p, v) : store_some(p, v, count);
-}
-
 void f32_to_bf16(const float* x, uint16_t* y, int64_t n) {
   for_vectors(n, [=](int64_t i, int64_t c) { put(y + i, narrow_bf16(get<VF>(x + i, c)), c); });
 }

@@ -47,6 +47,9 @@ DROPLESS_INLINE V load(const T* p) {
 // The first n < kLanes elements, the rest zero.
 template <class V, class T>
 DROPLESS_INLINE V load_some(const T* p, int64_t n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+#endif
   V v{};
   __builtin_memcpy(&v, p, n * sizeof(T));
   return v;
@@ -59,7 +62,24 @@ DROPLESS_INLINE void store(T* p, V v) {
 
 template <class V, class T>
 DROPLESS_INLINE void store_some(T* p, V v, int64_t n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_epi32(p, (__mmask16)((1u << n) - 1), (__m512i)v);
+    return;
+  }
+#endif
   __builtin_memcpy(p, &v, n * sizeof(T));
+}
+
+// As load and store if count == kLanes, else as their _some forms.
+template <class V, class T>
+DROPLESS_INLINE V get(const T* p, int64_t count) {
+  return count == kLanes ? load<V>(p) : load_some<V>(p, count);
+}
+
+template <class V, class T>
+DROPLESS_INLINE void put(T* p, V v, int64_t count) {
+  count == kLanes ? store(p, v) : store_some(p, v, count);
 }
 
 DROPLESS_INLINE VF min(VF a, VF b) { return a < b ? a : b; }
