@@ -1,5 +1,7 @@
+#include <cstdint>
+
 #include "dropless/cpu_kernel.h"
-#include "ffi/abi.h"
+#include "ffi/contract.h"
 
 DROPLESS_EXPORT const char* dropless_cpu_kernel(void) { return dropless::cpu::kernel_name(); }
 

@@ -1,6 +1,6 @@
 #include <cuda_runtime_api.h>
 
-#include "ffi/abi.h"
+#include "ffi/contract.h"
 
 // CUDA release that the library was compiled with, 1000 * major + 10 * minor, as cuDriverGetVersion
 // counts.

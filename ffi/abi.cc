@@ -1,5 +1,4 @@
-// The C ABI that both shared libraries export beside their handlers. Included once in each of them.
-#pragma once
+// The C ABI that both shared libraries export beside their handlers; compiled into each of them.
 
 #include <cstdint>
 
