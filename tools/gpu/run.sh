@@ -1,0 +1,74 @@
+#!/bin/bash
+# On a machine with an NVIDIA GPU: the GPU tests, compute-sanitizer on small shapes, the benchmarks.
+# See README.md beside this. Ends with a non-zero status if anything failed; every part runs anyway.
+set -u
+cd "$(dirname "$0")/../.."
+BUILD=${BUILD:-build}
+OUT=${OUT:-out/gpu}
+PYTHON=${PYTHON:-python3}
+# Which parts to run, in this order.
+PARTS=${PARTS:-"info cpp python sanitizer bench"}
+mkdir -p "$OUT"
+failed=()
+
+# step NAME SECONDS COMMAND...: runs a command with a limit, its output in $OUT/NAME.log.
+step() {
+  local name=$1 limit=$2
+  shift 2
+  local begin=$SECONDS
+  if timeout "$limit" "$@" >"$OUT/$name.log" 2>&1; then
+    echo "ok      $name ($((SECONDS - begin)) s)"
+  else
+    echo "FAILED  $name (status $?, $((SECONDS - begin)) s): the end of $OUT/$name.log:"
+    tail -n 25 "$OUT/$name.log"
+    failed+=("$name")
+  fi
+}
+
+info() {
+  nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit --format=csv,noheader |
+    tee "$OUT/gpu.txt"
+}
+
+cpp() {
+  for test in "$BUILD"/cuda_*_test; do
+    step "cpp_$(basename "$test")" 300 "$test" --gtest_brief=1
+  done
+}
+
+python() {
+  export PYTHONPATH=python XLA_PYTHON_CLIENT_PREALLOCATE=false
+  # Captured into CUDA graphs from the first op on, and never captured: the results must agree.
+  XLA_FLAGS="--xla_gpu_graph_min_graph_size=1" \
+    step python_graphs_on 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu
+  XLA_FLAGS="--xla_gpu_enable_command_buffer=" \
+    step python_graphs_off 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu
+}
+
+sanitizer() {
+  # Small shapes: a checked kernel runs some hundred times slower. Big sizes and repetitions are left out.
+  local filter=${SANITIZER_FILTER:-"*/0:*/3:*/13:*h7:*h64:-*Big*:*HundredRuns*:*F9_*:*B9_*"}
+  for tool in memcheck racecheck initcheck; do
+    for test in "$BUILD"/cuda_*_test; do
+      step "sanitizer_${tool}_$(basename "$test")" 120 compute-sanitizer --tool "$tool" \
+        --error-exitcode 1 "$test" --gtest_brief=1 --gtest_filter="$filter"
+    done
+  done
+}
+
+bench() {
+  for program in "$BUILD"/bench_cuda_*; do
+    local name
+    name=$(basename "$program")
+    step "$name" 300 "$program" --benchmark_out="$OUT/$name.json" --benchmark_out_format=json
+    grep -E "_median" "$OUT/$name.log"
+  done
+}
+
+for part in $PARTS; do
+  "$part"
+done
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi
