@@ -60,10 +60,10 @@ class Spec:
 
     @property
     def attributes(self) -> dict[str, int]:
-        return dict(
-            activation=ACTIVATIONS.index(self.activation),
-            scale_rounding=self.scale_rounding == "pow2",
-        )
+        return {
+            "activation": ACTIVATIONS.index(self.activation),
+            "scale_rounding": self.scale_rounding == "pow2",
+        }
 
 
 def experts(

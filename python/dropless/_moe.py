@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dropless import _routing
+from dropless import _router_gemm, _routing
 from dropless._config import MoEConfig, device_in_use, resolve_precision
 from dropless._experts import Spec, experts
 from dropless._params import (
@@ -65,10 +65,7 @@ class MoEAux:
 
 @jax.custom_vjp
 def _router_logits(x, kernel, bias, mask):
-    # HIGHEST: float32 products, never TF32.
-    logits = jnp.dot(
-        x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    logits = _router_gemm.matmul(x, kernel.astype(jnp.float32))
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
@@ -79,12 +76,11 @@ def _router_logits_fwd(x, kernel, bias, mask):
 
 def _router_logits_bwd(residuals, d_logits):
     x, kernel, bias, mask = residuals
-    highest = jax.lax.Precision.HIGHEST
     real = x if mask is None else jnp.where(mask[:, None], x, 0)
-    d_x = jnp.dot(d_logits, kernel.astype(jnp.float32).T, precision=highest)
-    d_kernel = jnp.dot(real.astype(jnp.float32).T, d_logits, precision=highest)
+    d_x = _router_gemm.grad_x(d_logits, kernel.astype(jnp.float32), x.dtype)
+    d_kernel = _router_gemm.grad_kernel(real, d_logits)
     d_bias = None if bias is None else jnp.sum(d_logits, axis=0).astype(bias.dtype)
-    return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype), d_bias, None
+    return d_x, d_kernel.astype(kernel.dtype), d_bias, None
 
 
 _router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)

@@ -111,8 +111,8 @@ def token_sharding(
         else:
             spec[0] = first
             axes += auto
-    # Outside a shard_map, arrays with an Explicit mesh need one even where nothing is split: a custom
-    # call's results would lose the mesh.
+    # Outside a shard_map, arrays with an Explicit mesh need one even where nothing is split:
+    # without it the results of custom calls would lose the mesh.
     explicit = AxisType.Explicit in free.values() and len(free) == len(mesh.axis_names)
     if not axes and not explicit:
         return None

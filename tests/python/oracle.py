@@ -1,0 +1,201 @@
+"""The layer in float64, dense over experts, its gradients by autodiff: what tests compare with.
+
+Written from the formulas alone. Nothing here is shared with the library.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dropless
+
+# Small arrays, many configurations: compiling costs five times less than with fused, optimised loops.
+COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+# Unit roundoff: half the distance from 1 to the next number.
+ROUNDOFF = {"f32": 2.0**-24, "bf16": 2.0**-8, "fp8": 2.0**-4}
+
+
+def to64(tree):
+    """Float leaves as float64, the rest unchanged."""
+
+    def widen(a):
+        a = np.asarray(a)
+        return a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return jax.tree.map(widen, tree)
+
+
+def scores_of(logits, kind):
+    return jax.nn.softmax(logits, -1) if kind == "softmax" else jax.nn.sigmoid(logits)
+
+
+def top_k(values, k):
+    """Larger first, equal values lowest index first, NaN last."""
+    values = jnp.where(jnp.isnan(values), -jnp.inf, values)
+    return jnp.argsort(-values, axis=-1, stable=True)[:, :k]
+
+
+def route(logits, router, k, selection_bias=None, mask=None, ids=None):
+    """ids, weights, and the three sums over real tokens."""
+    t = logits.shape[0]
+    real = jnp.ones(t) if mask is None else (jnp.reshape(mask, t) != 0).astype(logits.dtype)
+    bias = 0.0 if selection_bias is None else selection_bias
+    scores = scores_of(logits, router.score)
+    if ids is None:
+        ids = top_k((scores if router.score_before_topk else logits) + bias, k)
+    picked = jnp.take_along_axis(scores if router.score_before_topk else logits, ids, -1)
+    weights = picked if router.score_before_topk else scores_of(picked, router.score)
+    if router.renormalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + router.renormalize_eps)
+    weights = weights * router.scale * real[:, None]
+    share = scores if router.score == "softmax" else scores / scores.sum(-1, keepdims=True)
+    entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), -1)
+    lse = jax.nn.logsumexp(logits, -1)
+    sums = (share * real[:, None]).sum(0), (lse**2 * real).sum(), (entropy * real).sum()
+    return ids, weights, *sums, real
+
+
+def activation(kind, z):
+    return {
+        "silu": lambda z: z * jax.nn.sigmoid(z),
+        "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+        "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+    }[kind](z)
+
+
+def expert_outputs(x, experts, kind):
+    """[T, E, H]: every expert on every token."""
+    gate = jnp.einsum("th,ehi->tei", x, experts["gate"])
+    up = jnp.einsum("th,ehi->tei", x, experts["up"])
+    if "gate_bias" in experts:
+        gate, up = gate + experts["gate_bias"], up + experts["up_bias"]
+    out = jnp.einsum("tei,eih->teh", activation(kind, gate) * up, experts["down"])
+    return out + experts["down_bias"] if "down_bias" in experts else out
+
+
+def moe(x, params, cfg, mask=None):
+    """y and the losses, differentiable."""
+    e, k = cfg.num_experts, cfg.experts_per_token
+    tokens = x.reshape(-1, x.shape[-1])
+    router = params["router"]
+    logits = tokens @ router["kernel"] + router.get("bias", 0.0)
+    ids, weights, prob_sum, lse2, entropy, real = route(
+        logits, cfg.router, k, router.get("selection_bias"), mask
+    )
+    chosen = jax.nn.one_hot(ids, e, dtype=x.dtype) * real[:, None, None]  # [T, K, E]
+    kept = chosen
+    if cfg.overflow == "drop":
+        # An expert keeps its first `capacity` assignments, in the order of tokens, then of choice.
+        order = jnp.cumsum(chosen.reshape(-1, e), 0).reshape(chosen.shape)
+        kept = chosen * (order <= cfg.capacity(len(tokens)))
+    combine = jnp.einsum("tk,tke->te", weights, kept)
+    y = jnp.einsum("te,teh->th", combine, expert_outputs(tokens, params["experts"], cfg.activation))
+    count = jnp.maximum(real.sum(), 1)
+    counts = chosen.sum((0, 1))
+    aux = {
+        "expert_counts": counts.astype(jnp.int32),
+        "load_balance_loss": e * jnp.sum(counts / (k * count) * prob_sum / count),
+        "z_loss": lse2 / count,
+        "router_entropy": entropy / count,
+        "dropped_tokens": (chosen.sum() - kept.sum()).astype(jnp.int32),
+    }
+    return y.reshape(x.shape), aux
+
+
+LOSSES = ("load_balance_loss", "z_loss", "router_entropy")
+
+
+def objective(outputs, dy, coefficients):
+    """A scalar that reaches y by a random cotangent and every loss by a coefficient."""
+    y, aux = outputs
+    aux = aux if isinstance(aux, dict) else vars(aux)
+    total = jnp.sum(y.astype(jnp.promote_types(y.dtype, jnp.float32)) * dy)
+    return total + sum(c * aux[name] for c, name in zip(coefficients, LOSSES, strict=True))
+
+
+@functools.cache
+def _gradients(cfg):
+    def scalar(x, params, mask, dy, coefficients):
+        outputs = moe(x, params, cfg, mask)
+        return objective(outputs, dy, coefficients), outputs
+
+    gradients = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
+    return jax.jit(gradients, compiler_options=COMPILE_FAST)
+
+
+def value_and_gradients(cfg, x, params, mask, dy, coefficients):
+    """(y, aux), (dx, dparams) in float64."""
+    with jax.enable_x64(True):
+        arguments = to64((x, params, mask, dy, coefficients))
+        (_, outputs), gradients = _gradients(cfg)(*arguments)
+        return jax.tree.map(np.asarray, (outputs, gradients))
+
+
+def layer_case(cfg, shape, x_dtype=jnp.float32, param_dtype=jnp.float32, seed=0):
+    """x, params and a cotangent of y: everything of unit scale, nothing special about any value."""
+    rng = np.random.default_rng(seed)
+    params = dropless.init(jax.random.key(seed), shape[-1], cfg, param_dtype=param_dtype)
+
+    def fill(path, leaf):
+        # Biases are half as large as what they are added to.
+        scale = (
+            0.5
+            if leaf.ndim == 1 or "_bias" in jax.tree_util.keystr(path)
+            else leaf.shape[-2] ** -0.5
+        )
+        return jnp.asarray(rng.standard_normal(leaf.shape) * scale, leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(fill, params)
+    x = jnp.asarray(rng.standard_normal(shape), x_dtype)
+    dy = jnp.asarray(rng.standard_normal(shape), x_dtype)
+    return x, params, dy
+
+
+def rms(a):
+    return float(np.sqrt(np.mean(np.square(np.asarray(a, np.float64))))) if np.size(a) else 0.0
+
+
+def assert_close(name, got, want, bound, *, groups=False):
+    """Root-mean-square error relative to that of ``want``; no error above 8 times the bound.
+
+    With ``groups``, each matrix of the leading axis is judged on its own, relative to the whole.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+    assert np.isfinite(got).all(), f"{name}: not finite"
+    scale = rms(want)
+    if scale == 0:
+        assert not got.any(), f"{name}: must be exactly 0"
+        return
+    parts = zip(got, want, strict=True) if groups else [(got, want)]
+    for index, (g, w) in enumerate(parts):
+        if not w.any():
+            assert not g.any(), f"{name}[{index}]: must be exactly 0"
+            continue
+        error = rms(g - w) / max(rms(w), 0.1 * scale)
+        largest = np.abs(g - w).max() / max(rms(w), 0.1 * scale)
+        assert error <= bound, f"{name}[{index}]: rms error {error:.2e} > {bound:.2e}"
+        assert largest <= 8 * bound, (
+            f"{name}[{index}]: largest error {largest:.2e} > 8 * {bound:.2e}"
+        )
+
+
+def bound(precision, length, roundings):
+    """Expected rms error: independent roundings, and sqrt(length) for float32 sums of ``length``.
+
+    float32 also pays for exponentials and divisions, of up to 4 units each, per rounding counted.
+    """
+    f32 = ROUNDOFF["f32"] * (np.sqrt(length) + 4 * roundings)
+    return f32 if precision == "f32" else f32 + ROUNDOFF[precision] * np.sqrt(roundings)
+
+
+def leaves(tree):
+    """(path, array) of every leaf."""
+    return [
+        (jax.tree_util.keystr(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]

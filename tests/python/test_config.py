@@ -1,0 +1,132 @@
+"""Configurations: what they accept, that they hash, what they compute; importing costs little."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+import dropless
+from dropless._config import resolve_precision
+
+
+def test_configs_are_frozen_and_hash_by_value():
+    one, two = (dropless.MoEConfig(8, router=dropless.RouterConfig(scale=2.5)) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert hash(one) != hash(dataclasses.replace(one, precision="bf16"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.num_experts = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_experts": 0}, r"num_experts must be an int >= 1; got 0"),
+        ({"num_experts": 2.0}, r"num_experts must be an int >= 1; got 2.0"),
+        ({"experts_per_token": 0}, r"experts_per_token must be an int >= 1; got 0"),
+        ({"experts_per_token": 9}, r"got experts_per_token=9 and num_experts=8"),
+        ({"expert_dim": 0}, r"expert_dim must be an int >= 1; got 0"),
+        ({"router": "softmax"}, r"router must be a dropless.RouterConfig; got 'softmax'"),
+        (
+            {"activation": "relu"},
+            r"activation must be one of 'silu', 'gelu', 'gelu_tanh'; got 'relu'",
+        ),
+        ({"expert_bias": 1}, r"expert_bias must be True or False; got 1"),
+        ({"precision": "fp16"}, r"precision must be one of .*; got 'fp16'"),
+        ({"expert_capacity_factor": 0.0}, r"expert_capacity_factor must be a finite number > 0"),
+        ({"expert_capacity_factor": float("nan")}, r"expert_capacity_factor must be .*; got nan"),
+        ({"overflow": "wrap"}, r"overflow must be one of 'rounds', 'drop'; got 'wrap'"),
+        ({"wgrad_precision": "f32"}, r"wgrad_precision must be one of 'bf16', 'fp8'"),
+        ({"save_h": "f32"}, r"save_h must be one of 'bf16', 'fp8'"),
+        ({"scale_rounding": "up"}, r"scale_rounding must be one of 'fp32', 'pow2'"),
+        ({"fallback": "f32"}, r"fallback must be one of None, 'bf16'"),
+        ({"strict": "yes"}, r"strict must be True or False"),
+        ({"num_sms": 0}, r"num_sms must be an int >= 1"),
+    ],
+)
+def test_n2_layer_options_are_checked(options, text):
+    with pytest.raises(ValueError, match=text):
+        dropless.MoEConfig(**{"num_experts": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"score": "tanh"}, r"RouterConfig.score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
+        ({"renormalize": 0}, r"RouterConfig.renormalize must be True or False; got 0"),
+        ({"renormalize_eps": -1.0}, r"RouterConfig.renormalize_eps must be .* >= 0; got -1.0"),
+        ({"scale": 0}, r"RouterConfig.scale must be a finite number > 0; got 0"),
+    ],
+)
+def test_n2_router_options_are_checked(options, text):
+    with pytest.raises(ValueError, match=text):
+        dropless.RouterConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("h", "k", "i"), [(768, 2, 1024), (512, 2, 704), (1024, 8, 384), (40, 1, 128)]
+)
+def test_default_width_costs_what_a_dense_network_costs(h, k, i):
+    # 8/3 * 512 / 2 = 682.67, rounded up to 704, and so on.
+    cfg = dropless.MoEConfig(8, k)
+    assert cfg.resolved_expert_dim(h) == i
+    assert i % 64 == 0 and 0 <= i * k - 8 / 3 * h < 64 * k
+    assert dropless.MoEConfig(8, k, 100).resolved_expert_dim(h) == 100
+
+
+@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 25), (1.25, 32), (0.001, 1)])
+def test_capacity_of_a_dropping_layer(factor, capacity):
+    cfg = dropless.MoEConfig(8, 2, expert_capacity_factor=factor, overflow="drop")
+    assert cfg.capacity(100) == capacity
+    assert dataclasses.replace(cfg, overflow="rounds").capacity(100) == 0
+
+
+def gpu(capability):
+    return SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA A100-SXM4", compute_capability=capability
+    )
+
+
+def test_m5_fp8_on_a_gpu_without_it_is_an_error_or_a_warned_fallback():
+    cfg = dropless.MoEConfig(8, precision="fp8")
+    with pytest.raises(
+        ValueError, match=r'got NVIDIA A100-SXM4 of capability 8.0.*fallback="bf16"'
+    ):
+        resolve_precision(cfg, jnp.float32, gpu("8.0"))
+    fallback = dataclasses.replace(cfg, fallback="bf16")
+    with pytest.warns(RuntimeWarning, match="running bf16 instead"):
+        assert resolve_precision(fallback, jnp.float32, gpu("8.0")) == "bf16"
+    with pytest.raises(ValueError, match="A100"):
+        resolve_precision(dataclasses.replace(fallback, strict=True), jnp.float32, gpu("8.0"))
+    assert resolve_precision(cfg, jnp.float32, gpu("9.0")) == "fp8"
+
+
+def test_auto_on_a_gpu_is_bfloat16():
+    cfg = dropless.MoEConfig(8)
+    assert {resolve_precision(cfg, d, gpu("9.0")) for d in (jnp.float32, jnp.bfloat16)} == {"bf16"}
+
+
+def test_import_is_light_and_initialises_no_backend():
+    # The time of `import dropless` beyond jax, whether it loads Flax, and whether jax can still be
+    # told how many CPU devices to make, which it refuses once a backend exists.
+    code = (
+        "import time, jax, sys; start = time.perf_counter(); import dropless\n"
+        "seconds = time.perf_counter() - start\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "print(seconds, 'flax' in sys.modules, len(jax.devices('cpu')))\n"
+        "assert dropless.MoELayer is dropless.nnx.MoELayer\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seconds, flax, devices = done.stdout.split()
+    assert float(seconds) < 1.5 and flax == "False" and devices == "3"
+
+
+def test_unknown_attributes_are_errors_and_known_ones_are_listed():
+    with pytest.raises(AttributeError, match="has no attribute 'mixture'"):
+        _ = dropless.mixture
+    assert {"MoELayer", "moe", "explain", "info"} <= set(dir(dropless))
