@@ -30,6 +30,7 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_KEPT,
+            cleanup_tmp_directories=True,  # what an interrupted save left
             # On a CPU the arrays are written from where they lie, and the next step reuses that
             # memory; elsewhere the copy from the device lets the step go on during the write.
             enable_async_checkpointing=jax.default_backend() != "cpu",

@@ -85,12 +85,18 @@ def _encode(encoder: Any, documents: list[bytes]) -> Tokens:
 
 def check_length(train: Tokens, held_out: Tokens, seq_len: int) -> None:
     """Raises ``UserError`` unless each part holds at least one window."""
-    for name, tokens in (("text", train), ("held-out part of the text", held_out)):
-        if len(tokens.ids) < seq_len + 1:
-            raise UserError(
-                f"the {name} is shorter than one window: it has {len(tokens.ids)} tokens, and "
-                f"{seq_len + 1} are needed; name more text or lower --seq-len."
-            )
+    sizes, window = (len(train.ids), len(held_out.ids)), seq_len + 1
+    advice = "name more text or lower --seq-len"
+    if sum(sizes) < window:
+        raise UserError(
+            f"the text is shorter than one window: it has {sum(sizes)} tokens, and {window} are "
+            f"needed; {advice}."
+        )
+    if min(sizes) < window:
+        raise UserError(
+            f"the text is too short for one window to train on and another to hold out: it has "
+            f"{sum(sizes)} tokens, and {2 * window} are needed; {advice}."
+        )
 
 
 def training_batches(tokens: Tokens, config: RunConfig) -> grain.DatasetIterator:

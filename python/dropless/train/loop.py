@@ -46,12 +46,12 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
     Raises:
       UserError: the text, the mesh or the run to continue is not as it should be.
     """
-    console = rich.console.Console()
+    console = rich.console.Console(highlight=False, soft_wrap=True)
     absl_logging.set_verbosity(
         absl_logging.ERROR
     )  # Orbax tells its whole story at INFO and WARNING
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # device.py says it in words
-    text = read_text(config.text, out)
+    text = read_text(config.text, out, window_bytes=config.seq_len + 1)
     train_tokens, held_out_tokens, vocab_size = text_data.tokenize(text, config.tokenizer)
     text_data.check_length(train_tokens, held_out_tokens, config.seq_len)
     read = text.fingerprint()
@@ -62,13 +62,10 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
         )
     config = dataclasses.replace(config, vocab_size=vocab_size)
     device = choose_device(config)
-    console.print(
-        f"device: {device.count} x {device.kind} ({device.platform}): {device.reason}", markup=False
-    )
+    console.print(f"device: {device.count} x {device.kind} ({device.platform}): {device.reason}")
     console.print(
         f"text: {text.source}: {text.files} files, {read['train_bytes']:,} bytes to train on; "
-        f"{text.split}; {text.skipped} files passed over",
-        markup=False,
+        f"{text.split}; {text.skipped} files passed over"
     )
     run = _Run(config, out, device, console, train_tokens, held_out_tokens)
     run.compile()
@@ -138,25 +135,25 @@ class _Run:
             self.state = jax.jit(
                 lambda: init_state(self.config, self.ffn), out_shardings=self._sharding()
             )()
-            step = make_train_step(self.config, self.ffn, self.dtype)
+            step = make_train_step(self.config, self.ffn, self.dtype, self._sharding())
             self.train_step = _in_words(lambda: step.lower(self.state, batch).compile())
             evaluate = make_eval_step(self.config, self.ffn, self.dtype)
             self.eval_step = evaluate.lower(self.state["params"], batch).compile()
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))
         self.console.print(
             f"model: {parameters:,} parameters, {self.config.ffn}, activations in "
-            f"{self.dtype.name}; compiled in {self.clock.seconds['compile']:.1f} s",
-            markup=False,
+            f"{self.dtype.name}; compiled in {self.clock.seconds['compile']:.1f} s"
         )
 
-    def _sharding(self, axis: str | None = None) -> jax.sharding.Sharding:
+    def _sharding(self, *axes: str) -> jax.sharding.Sharding:
+        """Of arrays whose first dimensions lie along mesh axes; without a mesh, of any array."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(axis))
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
 
     def _put(self, batch: np.ndarray) -> jax.Array:
         """A host batch ``[B, S+1]`` on the devices, B spread over the data axis."""
-        return jax.device_put(batch, self._sharding("data" if self.mesh else None))
+        return jax.device_put(batch, self._sharding("data"))
 
     def go(self) -> int:
         """Trains from the newest checkpoint, or from the start, to the last step."""
@@ -245,9 +242,7 @@ class _Run:
 
     def _finish(self, last: int) -> int:
         if last < self.config.steps:
-            self.console.print(
-                f"stopped after step {last}; --out {self.out} --resume continues.", markup=False
-            )
+            self.console.print(f"stopped after step {last}; --out {self.out} --resume continues.")
             return _INTERRUPTED
         ffn = make_feed_forward(self.config)  # without a mesh: the parts are timed on one device
         with self.console.status("timing the parts of a step"):
@@ -255,7 +250,7 @@ class _Run:
         summary = report.write_report(
             self.out, self.config, self.device, dict(self.clock.seconds), parts
         )
-        self.console.print(summary, markup=False, highlight=False)
+        self.console.print(summary)
         return 0
 
 

@@ -67,4 +67,4 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Prints a line above the bar."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(message)

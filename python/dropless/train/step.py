@@ -84,9 +84,15 @@ def loss_function(
 
 
 def make_train_step(
-    config: RunConfig, ffn: FeedForward, dtype: jnp.dtype
+    config: RunConfig,
+    ffn: FeedForward,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[dict[str, Any], jax.Array], tuple[dict[str, Any], dict[str, jax.Array]]]:
-    """``step(state, batch [B, S+1] int32) -> (state, figures)``; the old state is donated."""
+    """``step(state, batch [B, S+1] int32) -> (state, figures)``; the old state is donated.
+
+    ``sharding`` is that of the results; ``None`` leaves it to the compiler.
+    """
     schedule = learning_rate(config)
 
     def train_step(state, batch):
@@ -96,11 +102,11 @@ def make_train_step(
             optimizer = make_optimizer(config, params)
             updates, opt_state = optimizer.update(grads, state["opt_state"], params)
             new_params = optax.apply_updates(params, updates)
-        figures["grad_norm"] = optax.global_norm(grads)
+        figures["grad_norm"] = optax.tree.norm(grads)
         figures["learning_rate"] = jnp.asarray(schedule(state["step"]), jnp.float32)
         return {"params": new_params, "opt_state": opt_state, "step": state["step"] + 1}, figures
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=sharding)
 
 
 def make_eval_step(

@@ -45,7 +45,7 @@ class Text:
         }
 
 
-def read_text(paths: tuple[str, ...], out: pathlib.Path) -> Text:
+def read_text(paths: tuple[str, ...], out: pathlib.Path, window_bytes: int) -> Text:
     """Reads files as they are and folders recursively; with none, the standard library's sources.
 
     In a folder, hidden entries, links to folders, and empty, binary or unreadable files are passed
@@ -80,7 +80,7 @@ def read_text(paths: tuple[str, ...], out: pathlib.Path) -> Text:
             found[str(path.resolve())] = _read_named_file(path)
         else:
             raise UserError(f"the text file or folder {path} does not exist.")
-    train, held_out, split = _split(found)
+    train, held_out, split = _split(found, window_bytes)
     return Text(train, held_out, len(found), skipped, source, split)
 
 
@@ -135,22 +135,27 @@ def _read_if_text(path: pathlib.Path) -> bytes | None:
     return content
 
 
-def _split(found: dict[str, bytes]) -> tuple[list[bytes], list[bytes], str]:
-    """Holds out whole files where there are many alike, and the end of each file otherwise."""
+def _split(found: dict[str, bytes], least: int) -> tuple[list[bytes], list[bytes], str]:
+    """Holds out whole files where there are many alike, and the end of each file otherwise.
+
+    At least ``least`` bytes are held out, if there are as many.
+    """
     documents = list(found.values())
     total = sum(map(len, documents))
+    part = min(total, max(-(-total // _HELD_OUT_PARTS), least))
     if len(documents) >= _HELD_OUT_PARTS:
         # By content, not by name or place: the same text is split the same way on every machine.
         order = sorted(documents, key=lambda document: hashlib.sha256(document).digest())
         held_out, size = [], 0
-        while order and size < total // _HELD_OUT_PARTS:
+        while size < part:
             held_out.append(order.pop())
             size += len(held_out[-1])
-        if size <= 2 * total // _HELD_OUT_PARTS:  # else one huge file fell into it
+        if size <= 2 * part:  # else one huge file fell into it
             return order, held_out, f"{len(held_out)} of {len(documents)} files are held out"
     train, held_out = [], []
     for document in documents:
-        cut = len(document) - -(-len(document) // _HELD_OUT_PARTS)
+        cut = len(document) - -(-len(document) * part // total)
         train.append(document[:cut])
         held_out.append(document[cut:])
-    return train, held_out, f"the last {100 // _HELD_OUT_PARTS} % of each file is held out"
+    percent = 100 * part / total
+    return train, held_out, f"the last {percent:.0f} % of each file is held out"

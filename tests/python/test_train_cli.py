@@ -1,0 +1,195 @@
+"""Bad input to the training program: one clear sentence, a non-zero exit, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from dropless.train import config as settings
+from dropless.train.cli import main
+from train_runs import SMALL, run_program, write_text
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_text(tmp_path / "text.txt")
+
+
+def tree(folder: pathlib.Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refuse(capsys, tmp_path, *arguments) -> str:
+    """Expects one sentence on stderr and no change on disk; returns the sentence."""
+    before = tree(tmp_path)
+    code = main([str(argument) for argument in arguments])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert tree(tmp_path) == before
+    assert error.startswith("dropless-train: error: ")
+    assert error.count("\n") == 1
+    assert error.rstrip().endswith(".")
+    return error
+
+
+def test_a_missing_text_file_is_named(capsys, tmp_path):
+    error = refuse(capsys, tmp_path, "--text", tmp_path / "nowhere.txt", "--out", tmp_path / "out")
+    assert "nowhere.txt does not exist" in error
+
+
+def test_an_empty_text_file_is_named(capsys, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    error = refuse(capsys, tmp_path, "--text", tmp_path / "empty.txt", "--out", tmp_path / "out")
+    assert "empty.txt is empty" in error
+
+
+def test_a_folder_without_text_is_named(capsys, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "picture.bin").write_bytes(b"\x00\x01\x02" * 100)
+    error = refuse(capsys, tmp_path, "--text", folder, "--out", tmp_path / "out")
+    assert "holds no text file (1 files passed over)" in error
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (1, "shorter than one window: it has 1 tokens, and 17 are needed"),
+        (16, "shorter than one window: it has 16 tokens, and 17 are needed"),
+        (17, "too short for one window to train on and another to hold out"),
+        (33, "it has 33 tokens, and 34 are needed"),
+    ],
+)
+def test_a_text_shorter_than_its_windows_says_how_much_is_needed(capsys, tmp_path, size, words):
+    (tmp_path / "short.txt").write_bytes(b"x" * size)
+    error = refuse(
+        capsys, tmp_path, "--text", tmp_path / "short.txt", "--out", tmp_path / "out", *SMALL
+    )
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--preset", "huge"], "no preset 'huge'; the presets are tiny, small, olmoe-mini"),
+        (["--steps", "0"], "--steps: must be a whole number of at least 1, not '0'"),
+        (["--steps", "ten"], "not 'ten'"),
+        (["--steps", "-3"], "not '-3'"),
+        (["--seed", "-1"], "--seed: must be a whole number of at least 0"),
+        (["--lr", "nan"], "must be a positive number, not 'nan'"),
+        (["--lr", "-1"], "must be a positive number"),
+        (["--expert-capacity-factor", "0"], "must be a positive number, not '0'"),
+        (["--precision", "fp4"], "invalid choice: 'fp4'"),
+        (["--ffn", "sparse"], "invalid choice: 'sparse'"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--experts-per-token", "6"], "6 is more than 5"),
+        (["--heads", "5"], "24 is not a multiple of 10"),
+        (["--mesh", "data=two"], "--mesh must look like data=2"),
+        (["--mesh", "rows=2"], "--mesh must look like data=2"),
+        (["--mesh", "expert=4"], "--mesh expert=4 does not divide the 5 experts"),
+        (["--mesh", "expert=5"], "does not offer yet"),
+        (["--mesh", "data=3"], "--batch-size 4 does not divide over --mesh data=3"),
+        (["--mesh", "data=64", "--batch-size", "64"], "needs 64 devices, but jax has"),
+        (["--ffn", "dense", "--overflow", "drop"], "--overflow drop needs --ffn moe"),
+        (["--tokenizer", "/nowhere/tokenizer.json"], "tokenizer.json does not exist"),
+    ],
+)
+def test_a_bad_flag_is_explained(capsys, tmp_path, text, flags, words):
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out", *SMALL, *flags)
+    assert words in error
+
+
+def test_a_file_that_is_no_tokenizer_is_named(capsys, tmp_path, text):
+    flags = ["--tokenizer", text, *SMALL]
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out", *flags)
+    assert "not a file of the tokenizers library" in error
+
+
+def test_resume_with_nothing_there(capsys, tmp_path, text):
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out", "--resume")
+    assert "there is no run to resume in" in error
+    (tmp_path / "out").mkdir()
+    refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out", "--resume")
+    assert "--out DIR" in refuse(capsys, tmp_path, "--resume")
+
+
+def test_out_that_is_a_file_or_the_text_itself(capsys, tmp_path, text):
+    assert "is a file" in refuse(capsys, tmp_path, "--text", text, "--out", text)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_text(folder / "a.txt")
+    assert "is the text folder itself" in refuse(
+        capsys, tmp_path, "--text", folder, "--out", folder
+    )
+
+
+def stored_run(tmp_path: pathlib.Path, text: pathlib.Path) -> pathlib.Path:
+    """A folder as a run leaves it at its very start."""
+    out = tmp_path / "out"
+    out.mkdir()
+    config = settings.resolve("tiny", {"text": (str(text),), "seed": 7})
+    settings.write_run_file(out, config, {"sha256": "of another text"})
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
+    return out
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(capsys, tmp_path, text):
+    out = stored_run(tmp_path, text)
+    error = refuse(capsys, tmp_path, "--text", text, "--out", out)
+    assert "already holds a run" in error
+    assert "--resume" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--preset", "small"], "its preset is tiny, but small was asked for"),
+        (["--seed", "8"], "its seed is 7, but 8 was asked for"),
+        (["--num-experts", "16"], "its num_experts is 8, but 16"),
+        (["--ffn", "dense"], "its ffn is moe, but dense"),
+        (["--precision", "bf16"], "its precision is auto, but bf16"),
+        (["--mesh", "data=2"], "its mesh is data=1,expert=1, but data=2,expert=1"),
+    ],
+)
+def test_resume_with_another_config_is_refused(capsys, tmp_path, text, flags, words):
+    out = stored_run(tmp_path, text)
+    error = refuse(capsys, tmp_path, "--out", out, "--resume", *flags)
+    assert "a run of another config" in error
+    assert words in error
+
+
+def test_resume_with_another_text_is_refused(capsys, tmp_path, text):
+    out = stored_run(tmp_path, text)
+    error = refuse(capsys, tmp_path, "--out", out, "--resume")
+    assert "the text is not the one that the run" in error
+
+
+def test_a_damaged_run_file_is_named(capsys, tmp_path, text):
+    out = stored_run(tmp_path, text)
+    (out / "run.json").write_text("{")
+    assert "run.json cannot be read" in refuse(capsys, tmp_path, "--out", out, "--resume")
+
+
+def test_an_error_reaches_the_shell_without_a_traceback(tmp_path):
+    done = run_program("--text", tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("nowhere does not exist.")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_schedule_does_not_depend_on_where_a_short_run_stops():
+    full = settings.PRESETS["tiny"].steps
+    assert settings.resolve("tiny", {"steps": 10}).schedule_steps == full
+    assert settings.resolve("tiny", {"steps": 20}).schedule_steps == full
+    assert settings.resolve("tiny", {"steps": 10 * full}).schedule_steps == 10 * full
+
+
+def test_settings_survive_the_run_file():
+    config = settings.resolve("olmoe-mini", {"mesh": settings.parse_mesh("data=2"), "text": ("a",)})
+    assert settings.from_json(json.loads(json.dumps(settings.to_json(config)))) == config

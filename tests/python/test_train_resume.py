@@ -1,0 +1,156 @@
+"""A run that was stopped, killed or damaged goes on as one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+from dropless.train import loop
+from dropless.train.cli import main
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_runs import SMALL, run_program, untimed, write_text
+
+STEPS, EVERY = 11, 3
+FLAGS = [*SMALL, "--eval-every", "4", "--checkpoint-every", str(EVERY)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_timing():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(loop, "time_parts", lambda *arguments: {"experts and router": 1.0})
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    """Records of a run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", str(STEPS)]) == 0
+    return untimed(out)
+
+
+def continue_run(out):
+    assert main(["--out", str(out), "--resume", "--steps", str(STEPS)]) == 0
+    return untimed(out)
+
+
+def without_held_out(rows):
+    return [{k: v for k, v in row.items() if k != "held_out_loss"} for row in rows]
+
+
+def test_stopped_by_steps_and_resumed_in_another_process(text, whole, tmp_path):
+    out = tmp_path / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "7"]) == 0
+    no_timing = "import dropless.train.loop as loop\nloop.time_parts = lambda *a: {'experts': 1.0}"
+    # All flags again, as a user's shell history would have them.
+    flags = ["--text", text, "--out", out, *FLAGS, "--steps", STEPS, "--resume"]
+    done = run_program(*flags, code=no_timing)
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 7" in done.stdout
+    rows = untimed(out)
+    assert rows[6].pop("held_out_loss") > 0  # step 7 was a last one
+    assert rows == whole
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [s.step for s in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+
+
+# Orbax completes a checkpoint by renames; a kill before one leaves a save half done.
+KILL = """
+import os, signal
+rename = os.rename
+def killing_rename(source, target, *rest, **more):
+    if str(target).endswith({target!r}):
+        {action}
+    return rename(source, target, *rest, **more)
+os.rename = killing_rename
+"""
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("target", "action", "resumes_after"),
+    [
+        ("checkpoints/6.orbax-checkpoint-tmp/state", DIE, 3),
+        ("checkpoints/6", DIE, 3),
+        ("checkpoints/6", f"rename(source, target); {DIE}", 6),
+        ("checkpoints/3", DIE, 0),
+    ],
+    ids=["inside the save", "before its last rename", "after it", "in the first save"],
+)
+def test_killed_in_the_middle_of_a_save(
+    text, whole, tmp_path, capfd, target, action, resumes_after
+):
+    out = tmp_path / "out"
+    flags = ["--text", text, "--out", out, *FLAGS, "--steps", STEPS]
+    died = run_program(*flags, code=KILL.format(target=target, action=action))
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert continue_run(out) == whole
+    assert (f"resuming after step {resumes_after}\n" in capfd.readouterr().out) == bool(
+        resumes_after
+    )
+    assert not list((out / "checkpoints").glob("*tmp*"))
+
+
+def test_a_record_that_a_kill_cut_short_is_written_again(text, whole, tmp_path):
+    out = tmp_path / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "9"]) == 0
+    shutil.rmtree(out / "checkpoints" / "9")
+    metrics = out / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-25])
+    assert continue_run(out) == whole
+
+
+def test_an_unreadable_checkpoint_is_set_aside_for_the_one_before(text, whole, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "9"]) == 0
+    damaged = out / "checkpoints" / "9" / "state"
+    for path in damaged.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"not what was written")
+    assert continue_run(out)[:8] == whole[:8]
+    assert without_held_out(untimed(out)) == without_held_out(whole)
+    said = capfd.readouterr().out
+    assert "checkpoint 9 is unreadable" in said and "resuming after step 6" in said
+    assert (out / "unreadable-checkpoint-9").is_dir()
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint(text, whole, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    make_record = loop.make_record
+
+    def interrupting(step, *rest):
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return make_record(step, *rest)
+
+    monkeypatch.setattr(loop, "make_record", interrupting)
+    arguments = ["--text", str(text), "--out", str(out), *FLAGS, "--steps", str(STEPS)]
+    assert main(arguments) == 130
+    monkeypatch.undo()
+    assert 4 <= len(untimed(out)) < STEPS
+    assert not (out / "report.html").exists()
+    assert continue_run(out) == whole
+
+
+def test_resuming_a_finished_run_changes_no_record(text, whole, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", str(STEPS)]) == 0
+    assert main(["--out", str(out), "--resume"]) == 0
+    assert untimed(out) == whole
+    assert "is the last already" in capfd.readouterr().out
+
+
+def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ["--text", str(text), "--out", str(out), *FLAGS]
+    with loop._locked(out):
+        assert main([*flags, "--steps", "1"]) == 2
+    assert "another process is training" in capsys.readouterr().err
+    assert not (out / "metrics.jsonl").exists()
