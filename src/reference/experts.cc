@@ -1,5 +1,6 @@
 #include "dropless/experts.h"
 
+#include <numeric>
 #include <vector>
 
 #include "dropless/quantize.h"
@@ -8,8 +9,6 @@
 
 namespace dropless::reference {
 namespace {
-
-using Values = std::vector<double>;
 
 // Writes values [rows, width] to a float32 or bfloat16 tensor of that many elements, or quantises
 // them in 1x128 blocks if the tensor is float8.
@@ -48,26 +47,24 @@ Status expert_up(const ExpertUpArgs& args) {
 
   for (int64_t e = 0; e < num_experts; ++e) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    if (range.size() == 0) continue;
+    const Values w_gate = matrix_values(args.gate, args.gate_scale, e, args.weights_transposed);
+    const Values w_up = matrix_values(args.up, args.up_scale, e, args.weights_transposed);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const int64_t token =
           token_of_slot(args.slot_of_row.as<int32_t>()[row], args.experts_per_token, tokens);
-      const auto pre_activation = [&](const ConstTensor& w, const ConstTensor& w_scale,
-                                      const ConstTensor& bias, int64_t i) {
-        double sum = bias.given() ? load(bias, row_index(e, i, hidden)) : 0.0;
-        for (int64_t k = 0; token >= 0 && k < width; ++k) {
-          const double weight = args.weights_transposed ? matrix_element(w, w_scale, e, i, k)
-                                                        : matrix_element(w, w_scale, e, k, i);
-          sum += row_element(args.x, args.x_scale, token, k, width) * weight;
-        }
-        return sum;
-      };
+      Values gate = bias_values(args.gate_bias, e, hidden);
+      Values up = bias_values(args.up_bias, e, hidden);
+      if (token >= 0) {
+        const Values x = row_values(args.x, args.x_scale, token, width);
+        add_product(x, w_gate, gate);
+        add_product(x, w_up, up);
+      }
       for (int64_t i = 0; i < hidden; ++i) {
-        const double gate = pre_activation(args.gate, args.gate_scale, args.gate_bias, i);
-        const double up = pre_activation(args.up, args.up_scale, args.up_bias, i);
-        h[(row * 2 + 0) * hidden + i] = gate;
-        h[(row * 2 + 1) * hidden + i] = up;
-        a[row * hidden + i] = activation(args.activation.kind, round_h(gate, args.x.dtype)) *
-                              round_h(up, args.x.dtype);
+        h[(row * 2 + 0) * hidden + i] = gate[i];
+        h[(row * 2 + 1) * hidden + i] = up[i];
+        a[row * hidden + i] = activation(args.activation.kind, round_h(gate[i], args.x.dtype)) *
+                              round_h(up[i], args.x.dtype);
       }
     }
   }
@@ -93,31 +90,27 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) {
 
   for (int64_t e = 0; e < num_experts; ++e) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    if (range.size() == 0) continue;
+    const Values down_transposed = matrix_values(args.down, args.down_scale, e, true);  // [H, I]
+    const Values down_bias = bias_values(args.down_bias, e, width);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const int64_t slot = args.slot_of_row.as<int32_t>()[row];
       const int64_t token = token_of_slot(slot, per_token, tokens);
       if (token < 0) continue;
       const double p = load(args.weights, slot);
-      const auto dy = [&](int64_t k) {
-        return row_element(args.dy, args.dy_scale, token, k, width);
-      };
-      double d_weight = 0;
-      for (int64_t k = 0; args.down_bias.given() && k < width; ++k) {
-        d_weight += dy(k) * load(args.down_bias, row_index(e, k, width));
-      }
+      const Values dy = row_values(args.dy, args.dy_scale, token, width);
+      const Values gate = row_values(args.h, args.h_scale, row * 2 + 0, hidden);
+      const Values up = row_values(args.h, args.h_scale, row * 2 + 1, hidden);
+      Values da(hidden, 0.0);  // of A, before p
+      add_product(dy, down_transposed, da);
+      double d_weight = std::inner_product(dy.begin(), dy.end(), down_bias.begin(), 0.0);
       for (int64_t i = 0; i < hidden; ++i) {
-        double da = 0;  // of the product before p
-        for (int64_t k = 0; k < width; ++k) {
-          da += dy(k) * matrix_element(args.down, args.down_scale, e, i, k);
-        }
-        const double gate = row_element(args.h, args.h_scale, row * 2 + 0, i, hidden);
-        const double up = row_element(args.h, args.h_scale, row * 2 + 1, i, hidden);
-        const double act = activation(args.activation.kind, gate);
-        dh[(row * 2 + 0) * hidden + i] =
-            p * da * up * activation_derivative(args.activation.kind, gate);
-        dh[(row * 2 + 1) * hidden + i] = p * da * act;
-        pa[row * hidden + i] = p * act * up;
-        d_weight += da * act * up;
+        const double act = activation(args.activation.kind, gate[i]);
+        const double slope = activation_derivative(args.activation.kind, gate[i]);
+        dh[(row * 2 + 0) * hidden + i] = p * da[i] * up[i] * slope;
+        dh[(row * 2 + 1) * hidden + i] = p * da[i] * act;
+        pa[row * hidden + i] = p * act * up[i];
+        d_weight += da[i] * act * up[i];
       }
       store(args.d_weights, slot, d_weight);
     }
@@ -140,17 +133,14 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args) {
   for (int64_t i = 0; i < rows * width; ++i) store(args.dx_rows, i, 0.0);
   for (int64_t e = 0; e < num_experts; ++e) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    if (range.size() == 0) continue;
+    const Values gate_transposed = matrix_values(args.gate, args.gate_scale, e, true);  // [I, H]
+    const Values up_transposed = matrix_values(args.up, args.up_scale, e, true);
     for (int64_t row = range.begin; row < range.end; ++row) {
-      for (int64_t k = 0; k < width; ++k) {
-        double sum = 0;
-        for (int64_t i = 0; i < hidden; ++i) {
-          sum += row_element(args.dh, args.dh_scale, row * 2 + 0, i, hidden) *
-                 matrix_element(args.gate, args.gate_scale, e, k, i);
-          sum += row_element(args.dh, args.dh_scale, row * 2 + 1, i, hidden) *
-                 matrix_element(args.up, args.up_scale, e, k, i);
-        }
-        store(args.dx_rows, row_index(row, k, width), sum);
-      }
+      Values dx(width, 0.0);
+      add_product(row_values(args.dh, args.dh_scale, row * 2 + 0, hidden), gate_transposed, dx);
+      add_product(row_values(args.dh, args.dh_scale, row * 2 + 1, hidden), up_transposed, dx);
+      for (int64_t k = 0; k < width; ++k) store(args.dx_rows, row_index(row, k, width), dx[k]);
     }
   }
   return Status();
