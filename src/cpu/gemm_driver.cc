@@ -30,10 +30,13 @@ constexpr int64_t kPanelsPerJob = 8;
 // Floats between the end of a row of C and the next: keeps the rows of a tile out of one another's cache
 // sets.
 constexpr int64_t kRowPadding = 16;
-// Items a thread should get, for balance, and what an item should at least cost (in multiply-adds) to be
-// worth handing to a thread: some 10 microseconds.
-constexpr int64_t kItemsPerThread = 6;
-constexpr int64_t kMinItemCost = int64_t{1} << 20;
+// With several threads: a run of items is about 1/8 of a thread's share of the work, for balance, but costs
+// at least 2^20 multiply-adds, some 10 microseconds, to be worth handing over. Rows are split, which packs B
+// again, only where a single item is more than 1/3 of a share, and never below 256 rows.
+constexpr int64_t kRunsPerThread = 8;
+constexpr int64_t kItemsPerThread = 3;
+constexpr int64_t kMinRunCost = int64_t{1} << 20;
+constexpr int64_t kMinItemRows = 256;
 
 // A range of one group's rows, inside a wave.
 struct Part {
@@ -191,19 +194,18 @@ class Run {
   void make_items() {
     int64_t total = 0;
     for (const Part& part : parts_) total += cost(part, part.m_end - part.m_begin, p_.n);
-    const int64_t threads = std::max(executor_.concurrency(), 1);
-    const int64_t wanted = std::max(kMinItemCost, total / (threads * kItemsPerThread));
+    const int64_t threads = executor_.concurrency();
+    const int64_t run = threads <= 1 ? total : std::max(kMinRunCost, total / (threads * kRunsPerThread));
+    const int64_t largest = threads <= 1 ? total : total / (threads * kItemsPerThread);
     items_.clear();
     item_begin_.assign(1, 0);
     int64_t open = 0;
     for (size_t i = 0; i < parts_.size(); ++i) {
       const Part& part = parts_[i];
       const int64_t rows = part.m_end - part.m_begin;
-      // Rows are split where C has to wait between K blocks, and where one panel is more than a thread's
-      // share; each split packs B again, so never below 128 rows.
       int64_t step = part.blocks->size() > 1 ? std::min(rows, kItemRows) : rows;
-      const int64_t share = wanted / std::max<int64_t>(cost(part, 1, part.columns), 1);
-      step = std::min(step, std::max<int64_t>(share, 128));
+      const int64_t share = largest / std::max<int64_t>(cost(part, 1, part.columns), 1);
+      step = std::min(step, std::max(share, kMinItemRows));
       step = round_up(ceil_div(rows, ceil_div(rows, step)), kernel_.mr);
       for (int64_t n0 = 0; n0 < p_.n; n0 += part.columns) {
         const int64_t cols = std::min(part.columns, p_.n - n0);
@@ -211,7 +213,7 @@ class Run {
           const int64_t m_end = std::min(part.m_end, m + step);
           items_.push_back({static_cast<int>(i), m, m_end, n0, cols});
           open += cost(part, m_end - m, cols);
-          if (open >= wanted) {
+          if (open >= run) {
             item_begin_.push_back(static_cast<int64_t>(items_.size()));
             open = 0;
           }

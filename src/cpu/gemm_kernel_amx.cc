@@ -23,21 +23,50 @@ constexpr int64_t kTileBytes = 1024;
 
 // A step of 32 along the contraction is two tiles, 2 KiB of each panel:
 //   A: rows 0-15 then 16-31, each [16 rows, 32 bf16];  B: columns 0-15 then 16-31, each [16 pairs, 16, 2].
-void pack_tiles(bool transpose, bool pair_rows, const void* const* rows, int64_t offset, int count,
-                int64_t k, void* panel) {
+
+// One step of a panel whose pairs come from rows of the contraction; tiles of A are transposed after that.
+template <bool kTranspose>
+void pack_step_from_columns(const void* const* rows, int64_t offset, int count, int64_t depth, char* out) {
+  __m512i low[16], high[16];
+  if (count == kMr && depth == kDepth) {
+    for (int p = 0; p < 16; ++p) {
+      interleave_32(words(rows[2 * p], offset), words(rows[2 * p + 1], offset), &low[p], &high[p]);
+    }
+  } else {
+    load_pair_columns(rows, offset, count < kTile ? count : kTile, depth, low);
+    load_pair_columns(rows, offset + kTile, count < kTile ? 0 : count - kTile, depth, high);
+  }
+  if constexpr (kTranspose) {
+    transpose_16x16(low);
+    transpose_16x16(high);
+  }
+  for (int i = 0; i < 16; ++i) {
+    _mm512_storeu_si512(out + i * 64, low[i]);
+    _mm512_storeu_si512(out + kTileBytes + i * 64, high[i]);
+  }
+}
+
+template <bool kTranspose>
+void pack_from_columns(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
+  char* out = static_cast<char*>(panel);
+  for (int64_t k0 = 0; k0 < k; k0 += kDepth, out += 2 * kTileBytes) {
+    pack_step_from_columns<kTranspose>(rows + k0, offset, count, k - k0 < kDepth ? k - k0 : kDepth, out);
+  }
+}
+
+void pack_b_transposed(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
   char* out = static_cast<char*>(panel);
   for (int64_t k0 = 0; k0 < k; k0 += kDepth) {
     const int64_t depth = k - k0 < kDepth ? k - k0 : kDepth;
-    for (int half = 0; half < 2; ++half, out += kTileBytes) {
-      const int w0 = half * kTile;
-      const int width = count - w0 < 0 ? 0 : (count - w0 < kTile ? count - w0 : kTile);
+    for (int w0 = 0; w0 < kNr; w0 += kTile, out += kTileBytes) {
       __m512i r[16];
-      if (pair_rows) {
-        load_pair_rows(rows + (width > 0 ? w0 : 0), offset + k0, width, depth, r);
+      if (count - w0 >= kTile && depth == kDepth) {
+        load_transposed_pairs(rows + w0, offset + k0, r);
       } else {
-        load_pair_columns(rows + k0, offset + w0, width, depth, r);
+        const int width = count - w0 < 0 ? 0 : (count - w0 < kTile ? count - w0 : kTile);
+        load_pair_rows(rows + (width > 0 ? w0 : 0), offset + k0, width, depth, r);
+        transpose_16x16(r);
       }
-      if (transpose) transpose_16x16(r);
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 64, r[i]);
     }
   }
@@ -54,16 +83,6 @@ void pack_a(const void* const* rows, int64_t offset, int count, int64_t k, void*
     }
   }
 }
-void pack_a_transposed(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
-  pack_tiles(true, false, rows, offset, count, k, panel);
-}
-void pack_b(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
-  pack_tiles(false, false, rows, offset, count, k, panel);
-}
-void pack_b_transposed(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
-  pack_tiles(true, true, rows, offset, count, k, panel);
-}
-
 struct TileConfig {
   uint8_t palette;
   uint8_t start_row;
@@ -165,7 +184,7 @@ constexpr int64_t kKBlock = 2048;
 }  // namespace
 
 const GemmKernel kAmxBf16Kernel = {
-    "amx_bf16", kMr,    kNr,   kDepth,            kKBlock, 2, pack_a, pack_a_transposed, pack_b,
+    "amx_bf16", kMr,   kNr, kDepth,  kKBlock, 2, pack_a, pack_from_columns<true>, pack_from_columns<false>,
     pack_b_transposed, begin, end, multiply};
 
 }  // namespace dropless::cpu

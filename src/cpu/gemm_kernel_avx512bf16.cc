@@ -26,7 +26,9 @@ void pack(const void* const* rows, int64_t offset, int count, int64_t k, void* p
     for (int w0 = 0; w0 < kWidth; w0 += 16) {
       const int width = count - w0 < 0 ? 0 : (count - w0 < 16 ? count - w0 : 16);
       __m512i r[16];
-      if constexpr (kTranspose) {
+      if (kTranspose && width == 16 && depth == 32) {
+        load_transposed_pairs(rows + w0, offset + k0, r);
+      } else if constexpr (kTranspose) {
         load_pair_rows(rows + (width > 0 ? w0 : 0), offset + k0, width, depth, r);
         transpose_16x16(r);
       } else {

@@ -32,6 +32,10 @@ void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_
   float* out = static_cast<float*>(panel);
   for (int64_t i = 0; i < k; ++i, out += kWidth) {
     const auto* row = Source::row(rows[i]) + offset;
+    if (count == kWidth && kWidth % kLanes == 0) {
+      for (int w = 0; w < kWidth; w += kLanes) store(out + w, Source::some(row + w, kLanes));
+      continue;
+    }
     for (int w = 0; w < kWidth; w += kLanes) {
       const int width = kWidth - w < kLanes ? kWidth - w : kLanes;
       const int64_t given = count - w < 0 ? 0 : (count - w < width ? count - w : width);
