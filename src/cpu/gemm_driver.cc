@@ -204,8 +204,8 @@ class Run {
       const Part& part = parts_[i];
       const int64_t rows = part.m_end - part.m_begin;
       int64_t step = part.blocks->size() > 1 ? std::min(rows, kItemRows) : rows;
-      const int64_t share = largest / std::max<int64_t>(cost(part, 1, part.columns), 1);
-      step = std::min(step, std::max(share, kMinItemRows));
+      const int64_t pieces = ceil_div(cost(part, rows, part.columns), std::max<int64_t>(largest, 1));
+      step = std::min(step, std::max(ceil_div(rows, pieces), kMinItemRows));
       step = round_up(ceil_div(rows, ceil_div(rows, step)), kernel_.mr);
       for (int64_t n0 = 0; n0 < p_.n; n0 += part.columns) {
         const int64_t cols = std::min(part.columns, p_.n - n0);
