@@ -59,11 +59,17 @@ TEST_P(RowMoves, PermuteCopiesTokensAndClearsRowsWithoutSlot) {
       naive.set(row * width + i, slot < 0 ? 0 : x[slot / kPerToken * width + i]);
     }
   }
-  ASSERT_TRUE(reference::permute({x, routed.slot_of_row, kPerToken, expected}).ok());
+  PermuteArgs args;
+  args.x = x;
+  args.slot_of_row = routed.slot_of_row;
+  args.experts_per_token = kPerToken;
+  args.rows = expected;
+  ASSERT_TRUE(reference::permute(args).ok());
   EXPECT_TRUE(expected.same_bits(naive));
   for_each_executor([&](Executor& executor) {
     Array got(dtype, {rows, width});
-    ASSERT_TRUE(cpu::permute({x, routed.slot_of_row, kPerToken, got}, executor).ok());
+    args.rows = got;
+    ASSERT_TRUE(cpu::permute(args, executor).ok());
     EXPECT_TRUE(got.same_bits(expected));
   });
 }

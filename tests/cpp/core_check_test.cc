@@ -154,7 +154,11 @@ TEST(Check, NullDataIsAnErrorUnlessEmpty) {
 }
 
 TEST(Check, RowMoves) {
-  PermuteArgs permute{shaped(BF16, {4, 3}), shaped(I32, {8}), 2, shaped(F32, {8, 3})};
+  PermuteArgs permute;
+  permute.x = shaped(BF16, {4, 3});
+  permute.slot_of_row = shaped(I32, {8});
+  permute.experts_per_token = 2;
+  permute.rows = shaped(F32, {8, 3});
   expect_error(permute, {"permute", "'rows'", "bfloat16 [M, H] with M=8, H=3", "got float32"});
   permute.experts_per_token = 0;
   expect_error(permute, {"'experts_per_token'", "got 0"});
