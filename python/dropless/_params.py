@@ -225,10 +225,9 @@ def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
       ValueError, TypeError: ``params`` does not fit ``cfg``.
     """
     kernel = params.get("router", {}).get("kernel") if isinstance(params, Mapping) else None
-    if kernel is None or jnp.ndim(kernel) != 2:
-        raise ValueError(
-            f'params["router"]["kernel"] must be an array [H, E]; got {jnp.shape(kernel)}.'
-        )
+    if getattr(kernel, "ndim", None) != 2:
+        came = "nothing" if kernel is None else getattr(kernel, "shape", type(kernel).__name__)
+        raise ValueError(f'params["router"]["kernel"] must be an array [H, E]; got {came}.')
     check_params(params, cfg, kernel.shape[0])
     experts = jax.lax.stop_gradient({name: params["experts"][name] for name in MATRICES})
     gate = experts["gate"]

@@ -263,7 +263,8 @@ def _permute(x, slot_of_row, row_of_slot):
     if 0 in shape:
         return jnp.broadcast_to(jnp.sum(x[:0]), shape)
     k = row_of_slot.shape[1]
-    return call("permute", [(shape, x.dtype)], [x, slot_of_row], experts_per_token=k)[0]
+    operands = [x, slot_of_row, row_of_slot]
+    return call("permute", [(shape, x.dtype)], operands, experts_per_token=k)[0]
 
 
 @jax.custom_vjp

@@ -12,6 +12,8 @@ import pytest
 
 import dropless
 import oracle
+from dropless._call import call
+from dropless._experts import Spec, experts
 
 CONFIG = dropless.MoEConfig(5, 2, 72, precision="bf16", expert_bias=True)
 
@@ -23,7 +25,7 @@ def rounded(a):
 def staged(x, params, routing, dy, *, round_h=True):
     """Forward and backward in float64, rounded to bfloat16 exactly where the layer says it does.
 
-    Operands, h, A, the rows before the combine, dh and p * A are bfloat16; biases, p and sums are not.
+    Operands, h, A, the rows before the combine, dh and p * A are; biases, p and sums are not.
     """
     w = {name: np.asarray(leaf, np.float64) for name, leaf in params["experts"].items()}
     gate, up, down = (rounded(w[name]) for name in ("gate", "up", "down"))
@@ -62,8 +64,6 @@ def staged(x, params, routing, dy, *, round_h=True):
 
 
 def test_rounding_happens_where_the_numerics_say():
-    from dropless._experts import Spec, experts
-
     x, params, dy = oracle.layer_case(CONFIG, (64, 56))
     routing = dropless.route(x @ params["router"]["kernel"], CONFIG)
     spec = Spec.of(CONFIG, "bf16")
@@ -81,7 +81,7 @@ def test_rounding_happens_where_the_numerics_say():
         scale = oracle.rms(want[name])
         error = oracle.rms(np.asarray(value, np.float64) - want[name]) / scale
         other = oracle.rms(unrounded[name] - want[name]) / scale
-        # float32 sums flip a rounding now and then; forgetting one altogether costs several times more.
+        # float32 sums flip a rounding now and then; to forget one altogether costs far more.
         assert error <= 2.0**-8 / 8, name
         assert other > 3 * error, name
 
@@ -96,8 +96,8 @@ def test_weight_gradients_in_float32_are_not_rounded_through_bfloat16():
 
 @pytest.mark.parametrize("precision", ["f32", "bf16", "fp8"])
 def test_a1_a2_rows_past_the_end_change_nothing(precision):
-    # Half of the tokens are padding: half of the rows lie past the last expert's end. Three runs in a
-    # row reuse memory that earlier ones filled with other numbers.
+    # Half of the tokens are padding: half of the rows lie past the last expert's end. Three runs in
+    # a row reuse memory that earlier ones filled with other numbers.
     cfg = dataclasses.replace(CONFIG, precision=precision, wgrad_precision="fp8", expert_bias=False)
     x, params, dy = oracle.layer_case(cfg, (70, 56))
     mask = jnp.arange(70) < 35
@@ -128,25 +128,53 @@ def test_b7_experts_with_fewer_than_128_rows(precision):
     # Expert e gets e rows: 0, 1, ..., 39.
     e = 40
     cfg = dropless.MoEConfig(e, 1, 24, precision=precision, wgrad_precision="fp8")
-    ids = np.repeat(np.arange(e), np.arange(e))
+    ids = np.repeat(np.arange(e), np.arange(e)).astype(np.int32)
     np.random.default_rng(0).shuffle(ids)
     t = len(ids)
-    x, params, dy = oracle.layer_case(cfg, (t, e))
-    # The router reads the first entries of x, which name the expert.
-    x = jnp.asarray(np.eye(e)[ids] * 20, jnp.float32) + 0.3 * x
-    params["router"]["kernel"] = jnp.eye(e)
+    x, params, dy = oracle.layer_case(cfg, (t, 56))
+    p = jnp.asarray(np.random.default_rng(1).standard_normal((t, 1)), jnp.float32)
+    spec, plan = Spec.of(cfg, precision), dropless.plan(jnp.asarray(ids)[:, None], e)
+    np.testing.assert_array_equal(plan.counts, np.arange(e))
 
-    def loss(x, params):
-        y, aux = dropless.moe(x, params, cfg)
-        return jnp.sum(y * dy), aux
+    @jax.jit
+    def gradients(x, p, w):
+        return jax.grad(lambda *a: jnp.sum(experts(spec, *a, None, plan) * dy), (0, 1, 2))(x, p, w)
 
-    (_, aux), (dx, dparams) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, params)
-    np.testing.assert_array_equal(aux.expert_counts, np.arange(e))
-    _, want = oracle.value_and_gradients(cfg, x, params, None, dy, (0.0, 0.0, 0.0))
-    limit = oracle.bound(precision, 40, 14)
-    oracle.assert_close("dx", dx, want[0], limit)
-    for name in ("gate", "up", "down"):
-        oracle.assert_close(
-            name, dparams["experts"][name], want[1]["experts"][name], limit, groups=True
-        )
-        assert not np.asarray(dparams["experts"][name][0]).any()
+    def dense(x, p, w, dy):
+        return jnp.sum(oracle.expert_outputs(x, w, "silu")[jnp.arange(t), ids] * p * dy)
+
+    got = gradients(x, p, params["experts"])
+    with jax.enable_x64(True):
+        wide = oracle.to64((x, p, params["experts"], dy))
+        wanted = jax.jit(jax.grad(dense, (0, 1, 2)), compiler_options=oracle.COMPILE_FAST)(*wide)
+        wanted = jax.tree.map(np.asarray, wanted)
+    limit = oracle.bound(precision, 56, 14)
+    for (path, a), (_, b) in zip(oracle.leaves(got), oracle.leaves(wanted), strict=True):
+        oracle.assert_close(path, a, b, limit, groups=a.ndim == 3)
+    assert not any(np.asarray(leaf[0]).any() for leaf in got[2].values())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a9_gate_and_up_products_share_no_accumulator(dtype):
+    # dx = dh_gate @ gate^T + dh_up @ up^T is the sum of what each gives while the other matrix is 0.
+    rng = np.random.default_rng(0)
+    sizes, h, i = [3, 0, 40, 17], 56, 24
+    dh = jnp.asarray(rng.standard_normal((60, 2, i)), dtype)
+    gate, up = (jnp.asarray(rng.standard_normal((4, h, i)), dtype) for _ in range(2))
+    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32)
+
+    @jax.jit
+    def dx(gate, up):
+        operands = [dh, None, gate, up, None, None, offsets]
+        return call("expert_up_backward", [((60, h), dtype)], operands)[0]
+
+    zero = jnp.zeros_like(gate)
+    parts = [np.asarray(dx(*pair), np.float64) for pair in ((gate, zero), (zero, up))]
+    assert all(part.any() for part in parts)
+    limit = oracle.bound("f32" if dtype == jnp.float32 else "bf16", 2 * i, 3)
+    oracle.assert_close("dx", dx(gate, up), parts[0] + parts[1], limit)
+    expert = np.repeat(np.arange(4), sizes)
+    wide = [np.asarray(a, np.float64) for a in (dh, gate, up)]
+    for p, part in enumerate(parts):
+        want = np.einsum("ri,rhi->rh", wide[0][:, p], wide[1 + p][expert])
+        oracle.assert_close(f"part {p}", part, want, limit)

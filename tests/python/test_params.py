@@ -1,4 +1,4 @@
-"""Parameters: shapes, initial values, what optimisers may touch, and what the GEMMs read of them."""
+"""Parameters: shapes, initial values, what optimisers may touch, what the GEMMs read of them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_trainable_mask_of_a_whole_model():
     assert mask["head"] is True and mask["layers"][0]["moe"]["router"]["selection_bias"] is False
 
 
-# --- prepared weights ------------------------------------------------------------------------------
+# --- prepared weights ----------------------------------------------------------------------------
 
 
 def prepared(precision, h=200, dtype=jnp.float32, **options):
@@ -118,7 +118,7 @@ def test_prepared_casts():
 
 
 def blocks_of(array):
-    """[E, in, out] to the largest magnitude of each 128x128 block, [E, ceil(in/128), ceil(out/128)]."""
+    """The largest magnitude of each 128x128 block of [E, in, out]."""
     e, rows, columns = array.shape
     padded = np.zeros((e, -(-rows // 128) * 128, -(-columns // 128) * 128))
     padded[:, :rows, :columns] = np.abs(array)
@@ -214,8 +214,7 @@ def test_prepare_experts_checks_its_parameters():
     params = dropless.init(jax.random.key(0), 40, CONFIG)
     with pytest.raises(ValueError, match=r'"kernel"\] must be an array \[H, E\]'):
         dropless.prepare_experts({}, CONFIG)
+    small = {"kernel": jnp.zeros((40, 5)), "bias": jnp.zeros(5), "selection_bias": jnp.zeros(5)}
+    fewer = dataclasses.replace(CONFIG, num_experts=5)
     with pytest.raises(ValueError, match=r'"gate"\] must have shape \(5, 40, 136\)'):
-        small = {"kernel": jnp.zeros((40, 5)), "bias": jnp.zeros(5), "selection_bias": jnp.zeros(5)}
-        dropless.prepare_experts(
-            {**params, "router": small}, dataclasses.replace(CONFIG, num_experts=5)
-        )
+        dropless.prepare_experts({**params, "router": small}, fewer)

@@ -274,7 +274,7 @@ def test_grouped_wgrad_accumulates_in_place_and_leaves_its_argument_alone():
     assert "output_operand_alias" in text.as_text()
 
 
-# --- rows ------------------------------------------------------------------------------------------
+# --- rows ----------------------------------------------------------------------------------------
 
 
 def plan_with_holes(t=13, k=3, e=5, capacity=6):
@@ -291,7 +291,7 @@ def test_permute_and_unpermute_and_their_gradients(kind):
     d_rows = jnp.asarray(rng.standard_normal((39, 10)), KINDS[kind])
     weights = jnp.asarray(rng.standard_normal((13, 3)), jnp.float32)
     d_out = jnp.asarray(rng.standard_normal((13, 10)), KINDS[kind])
-    wide_x, wide_rows, wide_out = (np.asarray(a, np.float64) for a in (x, d_rows, d_out))
+    wide_rows, wide_out = (np.asarray(a, np.float64) for a in (d_rows, d_out))
     one = oracle.bound(kind, 3, 1)
 
     permuted, vjp = jax.vjp(lambda x: dropless.permute(x, plan), x)
@@ -404,5 +404,6 @@ def test_n2_bad_arguments_are_named():
           dropless.permute, jnp.zeros((12, 4)), plan)  # fmt: skip
     error(ValueError, r"rows must have shape \[M, H\] with M = 39; got \(13, 4\)",
           dropless.unpermute, jnp.zeros((13, 4)), plan)  # fmt: skip
+    weights = jnp.zeros((13, 3), jnp.bfloat16)
     error(ValueError, r"weights must be float32\[13, 3\]; got bfloat16\[13, 3\]",
-          dropless.unpermute, jnp.zeros((39, 4)), plan, jnp.zeros((13, 3), jnp.bfloat16))  # fmt: skip
+          dropless.unpermute, jnp.zeros((39, 4)), plan, weights)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Data parallelism over eight virtual CPU devices, Explicit and Auto axes, and a user's own shard_map."""
+"""Data parallelism over eight virtual CPU devices: Explicit and Auto axes, own shard_maps."""
 
 from __future__ import annotations
 
@@ -37,10 +37,19 @@ def objective(x, params, dy, mask=None, cfg=CONFIG, **options):
     return total, (y, aux)
 
 
+def outputs_and_gradients(function):
+    """Jitted; without the objective itself, a sum whose terms cancel: its gradients say more."""
+    full = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+
+    def split(*arguments):
+        (_, outputs), gradients = full(*arguments)
+        return outputs, gradients
+
+    return jax.jit(split)
+
+
 def gradient(**options):
-    return jax.jit(
-        jax.value_and_grad(functools.partial(objective, **options), argnums=(0, 1), has_aux=True)
-    )
+    return outputs_and_gradients(functools.partial(objective, **options))
 
 
 @functools.cache
@@ -90,7 +99,7 @@ def test_j2_data_parallel_without_a_gather(how, kind):
     assert "all-reduce" in text  # of the statistics and of the parameters' gradients
     # Every device works on its own tokens: 56 / 4 of them.
     assert re.search(r"f32\[14,40\]", text) and not re.search(r"f32\[56,40\]", text)
-    assert got[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+    assert got[0][0].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,17 +145,14 @@ def test_prepared_experts_under_a_mesh(kind):
     mesh = make_mesh(kind)
     arguments = placed(mesh)
     ready = jax.device_put(dropless.prepare_experts(params, cfg), NamedSharding(mesh, P()))
-    got = jax.jit(
-        jax.value_and_grad(
-            lambda x, p, dy, ready: objective(x, p, dy, cfg=cfg, prepared=ready),
-            argnums=(0, 1), has_aux=True,
-        )
-    )(*arguments, ready)  # fmt: skip
+    got = outputs_and_gradients(
+        lambda x, p, dy, ready: objective(x, p, dy, cfg=cfg, prepared=ready)
+    )(*arguments, ready)
     same(got, want)
 
 
 def test_the_sequence_axis_may_be_split_under_explicit_axes():
-    mesh = make_mesh("explicit", (2, 7 // 7 * 4), ("data", "sequence"))
+    mesh = make_mesh("explicit", (2, 4), ("data", "sequence"))
     x, params, dy = oracle.layer_case(CONFIG, (2, 8, 40))
     want = gradient()(x, params, dy)
     put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data", "sequence")))
@@ -156,7 +162,7 @@ def test_the_sequence_axis_may_be_split_under_explicit_axes():
     assert "all-gather" not in function.lower(*arguments).compile().as_text()
 
 
-# --- gathers are said ------------------------------------------------------------------------------
+# --- gathers are said ----------------------------------------------------------------------------
 
 
 def test_a_gather_of_x_warns_or_is_an_error():
@@ -210,10 +216,10 @@ def test_l4_axes_are_checked():
         dropless.moe(x, params, CONFIG, mesh=mesh, token_axes="batch")
     one = make_mesh("auto", (8, 1), ("data", "expert"))
     y, _ = dropless.moe(x, params, CONFIG, mesh=one, expert_axis="expert")
-    oracle.assert_close("y", y, single_device()[0][0][1][0], LIMIT)
+    oracle.assert_close("y", y, single_device()[0][0][0], LIMIT)
 
 
-# --- a user's own shard_map ------------------------------------------------------------------------
+# --- a user's own shard_map ----------------------------------------------------------------------
 
 
 def by_hand(mesh, x, params, dy, *, check_vma=True, axis_names=frozenset()):
@@ -229,14 +235,19 @@ def by_hand(mesh, x, params, dy, *, check_vma=True, axis_names=frozenset()):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_names", [(), ("data",)], ids=["all", "data"])
+@pytest.mark.parametrize(
+    ("check_vma", "axis_names"),
+    [
+        (True, ()),
+        (False, ()),
+        (True, ("data",)),
+    ],  # JAX asks for the check where axes stay automatic
+    ids=["all", "all_unchecked", "data"],
+)
 def test_j6_h10_own_shard_map(kind, check_vma, axis_names):
-    if axis_names and not check_vma:
-        pytest.skip("JAX asks for check_vma=True where some axes stay automatic")
     mesh = make_mesh(kind)
     function = functools.partial(by_hand, mesh, check_vma=check_vma, axis_names=set(axis_names))
-    got = jax.jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))(*placed(mesh))
+    got = outputs_and_gradients(function)(*placed(mesh))
     same(got, single_device()[0])
 
 
@@ -266,13 +277,13 @@ def test_j5_j6_j12_first_call_inside_shard_map_inside_scan(kind):
         y, losses = through(functools.partial(dropless.moe, cfg=CONFIG), x, stacked)
         return jnp.sum(y**2) + jnp.sum(losses)
 
-    want = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(x, stacked)
+    want = jax.jit(jax.grad(ours, argnums=(0, 1)))(x, stacked)
     arguments = (
         jax.device_put(x, NamedSharding(mesh, P("data"))),
         jax.device_put(stacked, NamedSharding(mesh, P())),
     )
     for function in (own, ours):
-        got = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(*arguments)
+        got = jax.jit(jax.grad(function, argnums=(0, 1)))(*arguments)
         same(got, want)
 
 
@@ -298,7 +309,7 @@ def test_own_shard_map_without_axis_name_keeps_statistics_local():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_j6_pieces_inside_shard_map(kind):
-    # Each device has its own rows and all matrices: nothing to cast by hand, also not in the gradient.
+    # Each device has its own rows and all matrices: nothing is cast by hand.
     mesh = make_mesh(kind, (8,), ("data",))
     rng = np.random.default_rng(0)
     lhs, rhs = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((48, 8), (3, 8, 5)))
