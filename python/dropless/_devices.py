@@ -12,7 +12,7 @@ class Rates:
     """A device's peak rates.
 
     Attributes:
-      compute_capability: as JAX spells it, such as `"9.0"`.
+      compute_capability: as JAX spells it, such as ``"9.0"``.
       flops: floating-point operations a second by precision, dense and without sparsity.
       bandwidth: of device memory, bytes a second.
     """
@@ -29,7 +29,7 @@ def _rates(capability: str, f32: float, bf16: float, fp8: float, terabytes: floa
     return Rates(capability, flops, terabytes * 1e12)
 
 
-# By `jax.Device.device_kind`. f32 is the rate of the CUDA cores, as products are never TF32 here.
+# By ``jax.Device.device_kind``. f32 is the rate of the CUDA cores, as products are never TF32 here.
 # Tensor-core rates are half of those that the sheets print, which are with sparsity.
 KNOWN = {
     # NVIDIA H200 Tensor Core GPU datasheet, table of specifications, SXM and NVL.
@@ -60,7 +60,7 @@ class NamedDevice:
 
 
 def device_of(device: str | jax.Device | NamedDevice) -> jax.Device | NamedDevice:
-    """A device by name: `"cpu"`, or a GPU's `device_kind`, whole or a part that one name has.
+    """A device by name: ``"cpu"``, or a GPU's ``device_kind``, whole or a part that one name has.
 
     Raises:
       ValueError: a name that fits no device of the table, or several.

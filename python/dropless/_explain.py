@@ -30,7 +30,7 @@ class Gemm:
       tile: sizes of the tile of the result, and the depth of the contraction taken at a time, where
         they are known before the call.
       reason: why this kernel.
-      flops: two for each multiplication; `[a,b] x [b,c]` has 2abc.
+      flops: two for each multiplication; ``[a,b] x [b,c]`` has 2abc.
       bytes: that must at least move between memory and the device: each operand once, each result
         once, the weights of min(E, M) experts.
       floor_seconds: the time that no implementation beats, the larger of FLOPs over the device's
@@ -67,11 +67,11 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a layer does and costs; `print` shows it as a table.
+    """What a layer does and costs; ``print`` shows it as a table.
 
     Attributes:
       config: the layer.
-      tokens, model_dim, expert_dim: T, H and I. `rows` is M = T * K.
+      tokens, model_dim, expert_dim: T, H and I. ``rows`` is M = T * K.
       device: name of the device.
       precision: of the GEMMs' operands.
       precision_reason: why.
@@ -137,13 +137,13 @@ def explain(
       cfg: the layer.
       tokens: T on one device.
       model_dim: H.
-      device: a `jax.Device`, or the name of one that need not be here, such as `"cpu"` or `"H200"`.
-        None is the device in use; only then are JAX's backends initialised.
+      device: a ``jax.Device``, or the name of one that need not be here, such as ``"cpu"`` or
+        ``"H200"``. None is the device in use; only then are JAX's backends initialised.
       dtype: of x, float32 or bfloat16. None: float32 on a CPU, bfloat16 elsewhere.
       param_dtype: of the parameters and of their gradients.
 
     Returns:
-      An `Explanation`; print it for a table.
+      An ``Explanation``; print it for a table.
 
     Raises:
       ValueError: a size below 1, a device that is not known by that name, or FP8 asked of a device

@@ -15,12 +15,12 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """The state of an installation; `print` shows it line by line.
+    """The state of an installation; ``print`` shows it line by line.
 
     Attributes:
       dropless: version of this library.
       python: version of Python.
-      packages: versions by name; `"not installed"` for a package that is missing.
+      packages: versions by name; ``"not installed"`` for a package that is missing.
       ffi_api: XLA FFI API (major, minor) that the libraries were built for.
       runtime_ffi_api: that of the jaxlib in use; None if it ships no headers to read it from.
       contract: number in the names of the XLA targets.
@@ -29,7 +29,7 @@ class Info:
       cuda_library: path, or None if it is not loaded.
       cuda_absent_because: why it is not; empty if it is.
       backend: JAX's default backend.
-      devices: its devices, as `platform: kind`, with the compute capability of a GPU.
+      devices: its devices, as ``platform: kind``, with the compute capability of a GPU.
     """
 
     dropless: str
@@ -71,7 +71,7 @@ def info() -> Info:
     """Versions, libraries, kernels and devices. Initialises JAX's default backend.
 
     Returns:
-      An `Info`; print it, and put it in bug reports.
+      An ``Info``; print it, and put it in bug reports.
     """
     libraries = _library.libraries
     return Info(

@@ -45,26 +45,27 @@ class _Params(nn.Module):
 
             params[group] = dict(self.param(group, trained))
             for name in STATE_NAMES & leaves.keys():
-                state = self.variable("router_state", name, lambda g=group, n=name: made[g][n])
+                state = self.variable("router_state", name, jnp.zeros, leaves[name], jnp.float32)
                 params[group][name] = state.value
         return params
 
 
 class MoELayer(nn.Module):
-    """A Mixture-of-Experts feed-forward layer that drops no token: `[..., H] -> [..., H]`.
+    """A Mixture-of-Experts feed-forward layer that drops no token: ``[..., H] -> [..., H]``.
 
-    Parameters are those of `dropless.init` under the same names and shapes, in the collection
-    `params`; `selection_bias` is in the collection `router_state`, where no optimiser finds it.
-    Every call outside `init` sows its `MoEAux` as `moe_aux` in the collection `intermediates`.
+    Parameters are those of ``dropless.init`` under the same names and shapes, in the collection
+    ``params``; ``selection_bias`` is in the collection ``router_state``, where no optimiser finds
+    it. Every call outside ``init`` sows its ``MoEAux`` as ``moe_aux`` in the collection
+    ``intermediates``.
 
     Attributes:
       num_experts: E.
-      experts_per_token, expert_dim, router, ...: every further field of `MoEConfig`, and as there.
-      dropout: rate of the dropout on the layer's output; it draws from the RNG stream `dropout`.
-      deterministic: True switches dropout off. Give it here or to each call, as with `nn.Dropout`;
-        it may be left out where the rate is 0.
+      experts_per_token, expert_dim, router, ...: every further field of ``MoEConfig``, as there.
+      dropout: rate of the dropout on the layer's output; it draws from the RNG stream ``dropout``.
+      deterministic: True switches dropout off. Give it here or to each call, as with
+        ``nn.Dropout``; it may be left out where the rate is 0.
       param_dtype: dtype of the parameters.
-      kernel_init: initialiser of every matrix, called as `kernel_init(key, (in, out), dtype)` for
+      kernel_init: initialiser of every matrix, called as ``kernel_init(key, (in, out), dtype)`` for
         each expert apart; None is Flax's default, LeCun normal.
     """
 
@@ -90,7 +91,7 @@ class MoELayer(nn.Module):
 
     @property
     def config(self) -> MoEConfig:
-        """The layer's settings as `dropless.moe` takes them."""
+        """The layer's settings as ``dropless.moe`` takes them."""
         return MoEConfig(**{name: getattr(self, name) for name in _CONFIG_FIELDS})
 
     @nn.compact
@@ -106,14 +107,14 @@ class MoELayer(nn.Module):
         """Applies the layer.
 
         Args:
-          x: `[..., H]` float32 or bfloat16.
-          mask: `[...]` bool, False at padding tokens: they get 0 and count nowhere.
+          x: ``[..., H]`` float32 or bfloat16.
+          mask: ``[...]`` bool, False at padding tokens: they get 0 and count nowhere.
           deterministic: True switches dropout off, False on.
-          return_aux: also return the `MoEAux`, and sow nothing.
-          **kwargs: further arguments of `dropless.moe`, such as `prepared`, `mesh`, `token_axes`.
+          return_aux: also return the ``MoEAux``, and sow nothing.
+          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``...
 
         Returns:
-          `y [..., H]` in x's dtype, or `(y, aux)`.
+          ``y [..., H]`` in x's dtype, or ``(y, aux)``.
 
         Raises:
           ValueError: shapes or dtypes that do not fit, named in the message.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -21,12 +22,12 @@ from dropless._params import STATE_NAMES, init, prepare_experts
 
 __all__ = ["AuxState", "MoELayer", "RouterState"]
 
-# Seeds of layers made without `rngs`, so that two of them never start equal.
+# Seeds of layers made without ``rngs``, so that two of them never start equal.
 _next_seed = itertools.count()
 
 
 class RouterState(nnx.Variable):
-    """Router state that no gradient and no optimiser touches: `selection_bias [E]` float32."""
+    """Router state that no gradient and no optimiser touches: ``selection_bias [E]`` float32."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +35,8 @@ class RouterState(nnx.Variable):
 class _FloatLeaves:
     """A pytree held as float arrays only, integer leaves as their bits in float32.
 
-    `jax.grad` refuses arguments with integer leaves. A layer holds its last `MoEAux`, whose counts
-    are integers; in this form they leave the layer something that `jax.grad` can differentiate.
+    ``jax.grad`` refuses arguments with integer leaves. A layer holds its last ``MoEAux``, whose
+    counts are integers; in this form the layer stays something ``jax.grad`` can differentiate.
     """
 
     leaves: tuple[jax.Array, ...]
@@ -77,48 +78,52 @@ def _integer_of(leaf: Any) -> Any:
 
 
 class AuxState(nnx.Variable):
-    """A layer's last `MoEAux`: `layer.aux.get_value()`, or a field as in `layer.aux.rounds`."""
+    """A layer's last ``MoEAux``: ``layer.aux.get_value()``, a field as ``layer.aux.rounds``."""
 
     def __init__(self, value: Any, **metadata: Any):
         super().__init__(_FloatLeaves.pack(value), **metadata)
 
     def get_value(self, **kwargs: Any) -> Any:
+        """The ``MoEAux``; with ``index``, each of its arrays indexed, as for stacked layers."""
         value = self.get_raw_value()
         value = value.unpack() if isinstance(value, _FloatLeaves) else value
         index = kwargs.get("index", ...)
         return value if index is ... else jax.tree.map(lambda leaf: leaf[index], value)
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
+        """Replaces the ``MoEAux``."""
         if kwargs.get("index", ...) is not ...:
             raise ValueError("aux: it is written as a whole, not by index")
         self.set_raw_value(value if isinstance(value, _FloatLeaves) else _FloatLeaves.pack(value))
 
 
 class MoELayer(nnx.Module):
-    """A Mixture-of-Experts feed-forward layer that drops no token: `[..., H] -> [..., H]`.
+    """A Mixture-of-Experts feed-forward layer that drops no token: ``[..., H] -> [..., H]``.
 
-    Parameters live in `layer.router` and `layer.experts` under the names and shapes of
-    `dropless.init`. `layer.aux` holds the `MoEAux` of the last call; read inside a differentiated
-    function, its losses carry gradients.
+    Parameters live in ``layer.router`` and ``layer.experts`` under the names and shapes of
+    ``dropless.init``. ``layer.aux`` holds the ``MoEAux`` of the last call; read inside a
+    differentiated function, its losses carry gradients.
 
-    The model width H is `model_dim`, or that of the first input. Give `model_dim` wherever
-    parameters must exist before the first call: an optimiser made early, `nnx.eval_shape`,
-    `nnx.vmap` over constructors (there give `rngs` too, or the layers of the stack start equal).
+    The model width H is ``model_dim``, or that of the first input. Give ``model_dim`` wherever
+    parameters must exist before the first call: an optimiser made early, ``nnx.eval_shape``,
+    ``nnx.vmap`` over constructors (there give ``rngs`` too, or all of the stack start equal).
 
     Args:
-      num_experts: E. May be left out if `config` is given.
-      config: a whole `MoEConfig`, instead of `num_experts` and `options`.
+      num_experts: E. May be left out if ``config`` is given.
+      config: a whole ``MoEConfig``, instead of ``num_experts`` and ``options``.
       model_dim: H; None takes it from the first input.
-      dropout: rate of the `nnx.Dropout` on the output; `layer.train()`, `layer.eval()` switch it.
+      dropout: rate of the ``nnx.Dropout`` on the output, which ``layer.train()`` and
+        ``layer.eval()`` switch.
       param_dtype: dtype of the parameters.
-      kernel_init: initialiser of every matrix, called as `kernel_init(key, (in, out), dtype)` for
+      kernel_init: initialiser of every matrix, called as ``kernel_init(key, (in, out), dtype)`` for
         each expert apart; None is Flax's default, LeCun normal.
-      rngs: streams `params` and `dropout`. Without it seeds come from a counter of layers made.
-      **options: any other field of `MoEConfig`: `experts_per_token`, `expert_dim`, `precision`, ...
+      rngs: streams ``params`` and ``dropout``. Without it seeds come from a counter of layers made.
+      **options: any other field of ``MoEConfig``, such as ``experts_per_token``, ``expert_dim``,
+        ``precision``.
 
     Raises:
-      TypeError: an unknown option, or `rngs` of another type.
-      ValueError: a value `MoEConfig` refuses, or a dropout rate outside [0, 1].
+      TypeError: an unknown option, or ``rngs`` of another type.
+      ValueError: a value ``MoEConfig`` refuses, or a dropout rate outside [0, 1].
     """
 
     def __init__(
@@ -167,15 +172,15 @@ class MoELayer(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: `[..., H]` float32 or bfloat16.
-          mask: `[...]` bool, False at padding tokens: they get 0 and count nowhere.
+          x: ``[..., H]`` float32 or bfloat16.
+          mask: ``[...]`` bool, False at padding tokens: they get 0 and count nowhere.
           deterministic: True switches dropout off for this call, False on; None asks the layer.
-          rngs: source of the dropout mask for this call, as in `nnx.Dropout`.
-          return_aux: also return the `MoEAux`, and leave `layer.aux` as it is.
-          **kwargs: further arguments of `dropless.moe`, such as `prepared`, `mesh`, `token_axes`.
+          rngs: source of the dropout mask for this call, as in ``nnx.Dropout``.
+          return_aux: also return the ``MoEAux``, and leave ``layer.aux`` as it is.
+          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``...
 
         Returns:
-          `y [..., H]` in x's dtype, or `(y, aux)`.
+          ``y [..., H]`` in x's dtype, or ``(y, aux)``.
 
         Raises:
           ValueError: shapes or dtypes that do not fit, named in the message.
@@ -185,17 +190,17 @@ class MoELayer(nnx.Module):
         y = self.dropout(y, deterministic=deterministic, rngs=rngs)
         if return_aux:
             return y, aux
-        try:
+        # Where a plain jax.jit or jax.grad closes over the layer, Flax lets nothing be written.
+        with contextlib.suppress(flax.errors.TraceContextError):
             self.aux.set_value(aux)
-        except flax.errors.TraceContextError:
-            pass  # A plain jax.jit or jax.grad closes over the layer: nothing may be written there.
         return y
 
     def prepare(self) -> Any:
         """What the GEMMs read of the experts, to be made once an optimiser step.
 
         Returns:
-          `dropless.PreparedExperts`, for `layer(x, prepared=...)`. Gradients go to the parameters.
+          ``dropless.PreparedExperts``, for ``layer(x, prepared=...)``. The parameters get the
+          gradients.
 
         Raises:
           ValueError: the layer has no parameters yet.
@@ -204,7 +209,7 @@ class MoELayer(nnx.Module):
 
     @property
     def params(self) -> dict[str, dict[str, jax.Array]]:
-        """The parameters as the dict pytree of `dropless.init`.
+        """The parameters as the dict pytree of ``dropless.init``.
 
         Raises:
           ValueError: the layer has no parameters yet.
@@ -229,11 +234,10 @@ class MoELayer(nnx.Module):
                 f"x: expected [..., H] with H > 0 to take the model width from, got shape {shape}"
             )
         params = self._init(_thaw_key(self.pending_key), shape[-1])
-        try:
+        # As for aux. The seed is kept if they cannot be stored: those stored later will be equal.
+        with contextlib.suppress(flax.errors.TraceContextError):
             self._store(params)
             self.pending_key = None
-        except flax.errors.TraceContextError:
-            pass  # As for aux. The seed is kept: what is stored later will be equal to these.
         return params
 
     def _init(self, key: jax.Array, model_dim: int) -> Mapping[str, Mapping[str, jax.Array]]:
@@ -250,7 +254,7 @@ class MoELayer(nnx.Module):
 
 
 def _freeze_key(key: jax.Array) -> tuple[str, tuple[int, ...]]:
-    """A PRNG key as plain numbers, since `jax.grad` would refuse a layer that holds a key."""
+    """A PRNG key as plain numbers, since ``jax.grad`` would refuse a layer that holds a key."""
     if isinstance(key, jax.core.Tracer) or key.shape:
         raise ValueError(
             "model_dim: expected H, because a layer constructed inside a transformation (nnx.jit, "

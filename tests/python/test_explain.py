@@ -29,7 +29,7 @@ def residual_bytes(cfg, dtype, param_dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    "precision, options, dtype",
+    ("precision", "options", "dtype"),
     [
         ("f32", {}, jnp.float32),
         ("bf16", {}, jnp.bfloat16),
@@ -89,7 +89,7 @@ def test_n1_kernels_on_a_cpu_are_those_in_use():
 
 
 @pytest.mark.parametrize(
-    "device, precision, kernel",
+    ("device", "precision", "kernel"),
     [
         ("H200", "bf16", "grouped_gemm_sm90"),
         ("H200", "fp8", "grouped_gemm_fp8_sm90"),
@@ -167,7 +167,7 @@ def test_naming_a_device_initialises_no_backend():
 
 
 @pytest.mark.parametrize(
-    "arguments, error, message",
+    ("arguments", "error", "message"),
     [
         ((0, H), ValueError, "tokens.*0"),
         ((T, -1), ValueError, "model_dim.*-1"),

@@ -66,6 +66,15 @@ def test_params_are_those_of_init_and_state_is_apart():
     assert variables["router_state"]["selection_bias"].shape == bias.shape
 
 
+def test_state_that_is_not_given_starts_at_zero():
+    router = dropless.RouterConfig(score="sigmoid", selection_bias=True)
+    layer, x = make(router=router), inputs()
+    variables = layer.init(jax.random.key(0), x)
+    y, made = layer.apply({"params": variables["params"]}, x, mutable=["router_state"])
+    assert np.array_equal(y, layer.apply(variables, x))
+    assert not np.any(np.asarray(made["router_state"]["selection_bias"]))
+
+
 def test_return_aux_sows_nothing():
     layer, x = make(), inputs()
     variables = layer.init(jax.random.key(0), x)

@@ -134,7 +134,7 @@ def test_o1_every_source_tensor_is_consumed_or_listed(layout):
     tensors = fused_tensors()
     if layout == "per_expert":
         tensors = split_experts("mixtral", tensors)
-    lost = [name for name in tensors if "down" in name or name.endswith("3.w2.weight")][0]
+    lost = next(name for name in tensors if "down" in name or name.endswith("3.w2.weight"))
     tensors["experts.stray"] = tensors.pop(lost)
     tensors["gate.weight"] = tensors["gate.weight"].T
     with pytest.raises(ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx
 
@@ -220,7 +222,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, model_dim, called, dropout", CASES)
+@pytest.mark.parametrize(("name", "model_dim", "called", "dropout"), CASES)
 def test_transforms_before_and_after_the_first_call(name, model_dim, called, dropout):
     x = inputs()
     layer = make(model_dim=model_dim, rngs=nnx.Rngs(5), dropout=dropout)
@@ -391,6 +393,19 @@ def test_a_layer_cast_as_a_whole_still_runs():
     assert int(half.aux.expert_counts.sum()) == B * S * K
 
 
+def test_a_layer_is_saved_and_restored_by_orbax(tmp_path):
+    build = functools.partial(make, model_dim=H, router=dropless.RouterConfig(selection_bias=True))
+    layer, other, x = build(), build(), inputs()
+    layer(x)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "layer", nnx.state(layer))
+        checkpointer.wait_until_finished()
+        like = nnx.state(nnx.eval_shape(build))
+        nnx.update(other, checkpointer.restore(tmp_path / "layer", like))
+    assert leaves_equal(other, layer)
+    assert np.array_equal(other.aux.expert_counts, layer.aux.expert_counts)
+
+
 # Dropout
 
 
@@ -431,16 +446,14 @@ def test_two_layers_without_rngs_drop_differently():
 def test_without_dropout_a_layer_holds_no_keys():
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(make(model_dim=H))}
     assert dtypes == {jnp.dtype(jnp.float32)}
-    assert set(type(v) for _, v in nnx.iter_graph(make()) if isinstance(v, nnx.Variable)) == {
-        AuxState
-    }
+    assert {type(v) for _, v in nnx.iter_graph(make()) if isinstance(v, nnx.Variable)} == {AuxState}
 
 
 # Bad input
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("options", "error", "message"),
     [
         ({"expert_width": 3}, TypeError, "expert_width.*expert_dim"),
         ({"rngs": 3}, TypeError, "rngs.*nnx.Rngs"),
@@ -460,7 +473,7 @@ def test_n2_bad_options_are_named(options, error, message):
 
 @pytest.mark.parametrize("model_dim", [None, H])
 @pytest.mark.parametrize(
-    "x, error, message",
+    ("x", "error", "message"),
     [
         (jnp.zeros((B, H), jnp.float16), TypeError, "float16.*bfloat16"),
         (jnp.zeros((B, H), jnp.int32), TypeError, "int32"),

@@ -1,7 +1,7 @@
 """Mixture-of-Experts blocks of published models: their settings and their checkpoints.
 
-`from_hf` and `to_hf` convert one block between the parameters of `dropless.moe` and the tensors of
-a Hugging Face checkpoint. Tensors are named relative to the block, such as `gate.weight`.
+``from_hf`` and ``to_hf`` convert one block between the parameters of ``dropless.moe`` and the
+tensors of a Hugging Face checkpoint. Tensors are named relative to the block, as ``gate.weight``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Preset", "families", "from_hf", "presets", "to_hf"]
 _FAMILIES = {family.name: family for family in (mixtral.FAMILY, qwen3_moe.FAMILY, olmoe.FAMILY)}
 
 families: tuple[str, ...] = tuple(_FAMILIES)
-"""The values of `model_type` that `from_hf` and `to_hf` know."""
+"""The values of ``model_type`` that ``from_hf`` and ``to_hf`` know."""
 
 
 def from_hf(
@@ -26,17 +26,17 @@ def from_hf(
 ) -> tuple[MoEConfig, dict[str, dict[str, Any]]]:
     """Converts one block of a checkpoint into a config and parameters.
 
-    Both layouts in use are read: `fused`, where all experts share `experts.gate_up_proj [E,2I,H]`
-    (gate rows first) and `experts.down_proj [E,H,I]`, and `per_expert`, one linear for each expert
-    and matrix. Bits and dtypes are kept; NumPy arrays stay NumPy arrays, and JAX arrays (traced
-    ones too) stay JAX arrays.
+    Both layouts in use are read: ``fused``, where all experts share ``experts.gate_up_proj
+    [E,2I,H]`` (gate rows first) and ``experts.down_proj [E,H,I]``, and ``per_expert``, one linear
+    for each expert and matrix. Bits and dtypes are kept; NumPy arrays stay NumPy arrays, and JAX
+    arrays (traced ones too) stay JAX arrays.
 
     Args:
-      config: the model's `config.json`.
+      config: the model's ``config.json``.
       tensors: every tensor of the block under its name relative to the block.
 
     Returns:
-      `(cfg, params)` for `dropless.moe`.
+      ``(cfg, params)`` for ``dropless.moe``.
 
     Raises:
       ValueError: a family that is not known, a setting that is missing or not supported, or
@@ -55,23 +55,23 @@ def to_hf(
     *,
     layout: str | None = None,
 ) -> dict[str, Any]:
-    """Converts parameters, or their gradients, into a checkpoint's tensors; undoes `from_hf`.
+    """Converts parameters, or their gradients, into a checkpoint's tensors; undoes ``from_hf``.
 
     Every output element is one input element, so the map is linear and gradients convert with it.
 
     Args:
       cfg: the block's config.
-      params: the parameters of `dropless.init`, or a pytree of the same structure.
-      config: the model's `config.json`.
-      layout: `"fused"` or `"per_expert"`, as in `from_hf`. None takes the one that the transformers
-        release named by `config["transformers_version"]` keeps in memory: `per_expert` before 5.0,
-        `fused` since, and also where no release is named.
+      params: the parameters of ``dropless.init``, or a pytree of the same structure.
+      config: the model's ``config.json``.
+      layout: ``"fused"`` or ``"per_expert"``, as in ``from_hf``. None takes the one that the
+        transformers release named by ``config["transformers_version"]`` keeps in memory:
+        ``per_expert`` before 5.0, ``fused`` since, and also where no release is named.
 
     Returns:
       Tensors under their names relative to the block.
 
     Raises:
-      ValueError: a family that is not known, a `cfg` that is not the one `config` describes, or
+      ValueError: a family that is not known, a ``cfg`` that is not the one ``config`` describes, or
         parameters that are missing, left over, or of another shape, listed.
     """
     family = _family(config)

@@ -16,7 +16,7 @@ from dropless._config import MoEConfig, RouterConfig
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, Any]
 
-# Parameters are named by group and leaf in this module, as in `experts.gate`.
+# Parameters are named by group and leaf in this module, as in ``experts.gate``.
 
 _PER_EXPERT_NAME = re.compile(r"experts\.\d+\.")
 # Fields of MoEConfig that say which function the block is; the others say how it is computed.
@@ -54,13 +54,13 @@ class Part:
 class Family:
     """A model family: how its config reads, and its tensors in each layout."""
 
-    name: str  # `model_type` of its config
+    name: str  # ``model_type`` of its config
     read_config: Callable[[Mapping[str, Any]], tuple[MoEConfig, Dims]]
     layouts: Mapping[str, tuple[Part, ...]]
 
 
 def router_linear(name: str) -> Part:
-    """A bias-free router linear `[E,H]`, ours `[H,E]`."""
+    """A bias-free router linear ``[E,H]``, ours ``[H,E]``."""
     return Part(
         tensors=lambda d: {name: (d.num_experts, d.model_dim)},
         params=lambda d: {"router.kernel": (d.model_dim, d.num_experts)},
@@ -70,7 +70,7 @@ def router_linear(name: str) -> Part:
 
 
 def fused_experts(gate_up: str, down: str) -> Part:
-    """Experts in two tensors: `gate_up [E,2I,H]`, gate rows first, and `down [E,H,I]`."""
+    """Experts in two tensors: ``gate_up [E,2I,H]``, gate rows first, and ``down [E,H,I]``."""
 
     def read(d: Dims, t: Mapping[str, Any]) -> Arrays:
         gate, up = t[gate_up][:, : d.expert_dim], t[gate_up][:, d.expert_dim :]
@@ -93,7 +93,7 @@ def fused_experts(gate_up: str, down: str) -> Part:
 
 
 def expert_linears(gate: str, up: str, down: str) -> Part:
-    """Linears `experts.<e>.<name>.weight`, e from 0: gate and up `[I,H]`, down `[H,I]`."""
+    """Linears ``experts.<e>.<name>.weight``, e from 0: gate and up ``[I,H]``, down ``[H,I]``."""
     leaves = {"experts.gate": gate, "experts.up": up, "experts.down": down}
 
     def names(d: Dims, linear: str) -> list[str]:
@@ -132,7 +132,7 @@ def softmax_config(
     """Config of a block that ranks and weights by the softmax over all experts, taken in float32.
 
     Args:
-      config: the model's `config.json`.
+      config: the model's ``config.json``.
       expert_dim: the setting that holds I.
       renormalize: whether the k weights are divided by their sum.
     """
@@ -213,7 +213,7 @@ def setting(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def activation(config: Mapping[str, Any]) -> str:
-    """Our name of the config's `hidden_act`."""
+    """Our name of the config's ``hidden_act``."""
     known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
     name = config.get("hidden_act", "silu")
     if name not in known:

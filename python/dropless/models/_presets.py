@@ -11,7 +11,7 @@ _AS_IS = RouterConfig(score="softmax", score_before_topk=True, renormalize=False
 
 
 class Preset(NamedTuple):
-    """One layer of a published model: `config, model_dim = presets["olmoe-1b-7b"]`."""
+    """One layer of a published model: ``config, model_dim = presets["olmoe-1b-7b"]``."""
 
     config: MoEConfig
     model_dim: int  # H

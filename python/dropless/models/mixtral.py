@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B (`MixtralSparseMoeBlock`).
+"""Mixtral 8x7B and 8x22B (``MixtralSparseMoeBlock``).
 
 Routing: softmax over all experts in float32, top-k, and the k probabilities divided by their sum,
 which is the softmax over the k largest logits (arXiv 2401.04088, section 2.1).
@@ -14,6 +14,7 @@ from dropless.models import _layouts
 
 
 def read_config(config: Mapping[str, Any]) -> tuple[MoEConfig, _layouts.Dims]:
+    """The block's settings and sizes, from the model's ``config.json``."""
     if config.get("router_jitter_noise"):
         raise ValueError(
             "config['router_jitter_noise']: noise on the block's input is not supported; "
