@@ -2,10 +2,8 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 
 namespace dropless {
 
@@ -26,16 +24,18 @@ class ParallelJob {
       ++finished;
     }
     if (finished == 0) return;
-    const std::lock_guard lock(mutex_);
-    done_ += finished;
-    if (done_ == count_) all_done_.notify_all();
+    if (done_.fetch_add(finished, std::memory_order_acq_rel) + finished == count_) {
+      done_.notify_all();
+    }
   }
 
   // Returns when every item is done. Only items that some thread has begun are waited for, provided
   // the caller has called run_items() before.
-  void wait() {
-    std::unique_lock lock(mutex_);
-    all_done_.wait(lock, [this] { return done_ == count_; });
+  void wait() const {
+    for (int64_t done = done_.load(std::memory_order_acquire); done < count_;
+         done = done_.load(std::memory_order_acquire)) {
+      done_.wait(done, std::memory_order_acquire);
+    }
   }
 
   bool exhausted() const { return next_.load(std::memory_order_relaxed) >= count_; }
@@ -44,9 +44,7 @@ class ParallelJob {
   const int64_t count_;
   const std::function<void(int64_t)>* item_;
   std::atomic<int64_t> next_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_done_;
-  int64_t done_ = 0;  // guarded by mutex_
+  std::atomic<int64_t> done_ = 0;
 };
 
 }  // namespace dropless

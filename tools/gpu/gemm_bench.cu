@@ -1,5 +1,6 @@
 // Times the grouped matrix products on model shapes, every compiled tile, interleaved; JSON lines to stdout.
-//   gemm_bench [op [shape]]     op: gemm_N, gemm_T, wgrad, wgrad_f32, up, up_backward, or all
+//   gemm_bench [op [shape]]     op: gemm_N, gemm_T, wgrad, wgrad_f32, up, down_backward,
+//                               up_backward, or all
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/grouped_gemm_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
@@ -140,6 +141,45 @@ void bench_up_backward(const Layer& layer) {
   print("up_backward", layer.name, timed);
 }
 
+void bench_down_backward(const Layer& layer) {
+  Array dy = normal(DType::kBF16, {layer.rows, layer.model}, 1);
+  Array down = normal(DType::kBF16, {layer.experts, layer.width, layer.model}, 2,
+                      1.0f / std::sqrt(static_cast<float>(layer.width)));
+  Array h = normal(DType::kBF16, {layer.rows, 2, layer.width}, 3);
+  Array weights = normal(DType::kF32, {layer.rows, 1}, 4);
+  Array offsets = make_offsets(layer.experts, layer.rows);
+  Array slots(DType::kI32, {layer.rows});
+  std::vector<int> order(layer.rows);
+  for (int64_t i = 0; i < layer.rows; ++i) order[i] = static_cast<int>(i);
+  std::shuffle(order.begin(), order.end(), std::mt19937(5));
+  slots.upload(order);
+  Array dh(DType::kBF16, {layer.rows, 2, layer.width}), pa(DType::kBF16, {layer.rows, layer.width});
+  Array d_weights(DType::kF32, {layer.rows, 1});
+  Array sums(DType::kF32, {ceil_div(layer.width, cuda::kDownBackwardTileCols), layer.rows});
+  ExpertDownBackwardArgs args;
+  args.down = down;
+  args.h = h;
+  args.weights = weights;
+  args.offsets = offsets;
+  args.slot_of_row = slots;
+  args.dh = dh;
+  args.pa = pa;
+  args.d_weights = d_weights;
+  const ConstTensor rows = dy;
+  float* row_sums = sums.as<float>();
+  std::vector<Timed> timed;
+  const std::vector<std::string> names = tile_names<cuda::ExpertDownBackwardSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    timed.push_back({names[tile], 2.0 * layer.rows * layer.model * layer.width,
+                     [=] {
+                       require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, tile,
+                                                                      nullptr));
+                     },
+                     {}});
+  }
+  print("down_backward", layer.name, timed);
+}
+
 int run(int argc, char** argv) {
   const std::string op = argc > 1 ? argv[1] : "all";
   const std::string filter = argc > 2 ? argv[2] : "";
@@ -154,6 +194,7 @@ int run(int argc, char** argv) {
   for (const Layer& layer : kLayers) {
     if (std::string(layer.name).find(filter) == std::string::npos) continue;
     if (wanted("up")) bench_up(layer);
+    if (wanted("down_backward")) bench_down_backward(layer);
     if (wanted("up_backward")) bench_up_backward(layer);
   }
   return 0;

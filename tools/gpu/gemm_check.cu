@@ -242,6 +242,69 @@ void check_up_backward(const Case& c) {
   }
 }
 
+// cols is I, contraction H.
+void check_down_backward(const Case& c) {
+  const int64_t experts = experts_of(c), width = c.cols;
+  Array dy = normal(DType::kBF16, {c.rows, c.contraction}, 1);
+  poison_outside(dy, c.offsets);
+  Array down = normal(DType::kBF16, {experts, width, c.contraction}, 2,
+                      1.0f / std::sqrt(static_cast<float>(c.contraction)));
+  Array bias = normal(DType::kF32, {experts, c.contraction}, 6);
+  Array h = normal(DType::kBF16, {c.rows, 2, width}, 3);
+  poison_outside(h, c.offsets);
+  Array weights = normal(DType::kF32, {c.rows, 1}, 4);
+  Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
+  std::vector<int> order(c.rows);
+  for (int64_t i = 0; i < c.rows; ++i) order[i] = static_cast<int>(i);
+  std::shuffle(order.begin(), order.end(), std::mt19937(5));
+  const std::vector<float> da = reference_gemm(dy, down, map, nullptr, true);
+  const std::vector<float> hh = floats(h), p = floats(weights), dys = floats(dy), b = floats(bias);
+  std::vector<float> want_dh(c.rows * 2 * width), want_pa(c.rows * width), want_dw(c.rows);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const int expert = expert_of_host(c.offsets, static_cast<int>(r));
+    if (expert < 0) {
+      order[r] = -1;
+      continue;
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      const double z = hh[2 * r * width + i], u = hh[(2 * r + 1) * width + i];
+      const double s = 1 / (1 + std::exp(-z)), d = da[r * width + i], weight = p[order[r]];
+      sum += d * z * s * u;
+      want_dh[2 * r * width + i] = static_cast<float>(weight * d * u * s * (1 + z * (1 - s)));
+      want_dh[(2 * r + 1) * width + i] = static_cast<float>(weight * d * z * s);
+      want_pa[r * width + i] = static_cast<float>(weight * z * s * u);
+    }
+    for (int64_t i = 0; i < c.contraction; ++i) {
+      sum += static_cast<double>(dys[r * c.contraction + i]) * b[expert * c.contraction + i];
+    }
+    want_dw[order[r]] = static_cast<float>(sum);
+  }
+  Array slots(DType::kI32, {c.rows});
+  slots.upload(order);
+  Array sums(DType::kF32, {ceil_div(width, cuda::kDownBackwardTileCols), c.rows});
+  const std::vector<std::string> names = tile_names<cuda::ExpertDownBackwardSm90Tiles>();
+  for (size_t tile = 0; tile < names.size(); ++tile) {
+    Array dh(DType::kBF16, {c.rows, 2, width}), pa(DType::kBF16, {c.rows, width});
+    Array d_weights(DType::kF32, {c.rows, 1});
+    ExpertDownBackwardArgs args;
+    args.down = down;
+    args.down_bias = bias;
+    args.h = h;
+    args.weights = weights;
+    args.offsets = offsets;
+    args.slot_of_row = slots;
+    args.dh = dh;
+    args.pa = pa;
+    args.d_weights = d_weights;
+    require(cuda::launch_expert_down_backward_sm90(args, dy, sums.as<float>(), tile, nullptr));
+    HARNESS_CUDA(cudaDeviceSynchronize());
+    expect_close("down_backward dh " + c.name + " " + names[tile], dh, want_dh);
+    expect_close("down_backward pa " + c.name + " " + names[tile], pa, want_pa);
+    expect_close("down_backward d_weights " + c.name + " " + names[tile], d_weights, want_dw, 2e-5);
+  }
+}
+
 void check_all(const Case& c) {
   check_gemm(c, false, true);
   check_gemm(c, true, false);
@@ -251,6 +314,7 @@ void check_all(const Case& c) {
   }
   check_up(c);
   check_up_backward(c);
+  check_down_backward(c);
 }
 
 int run(int argc, char** argv) {
