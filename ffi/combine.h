@@ -14,12 +14,15 @@ struct Permute {
     return std::move(binding)
         .template Arg<ffi::AnyBuffer>()  // x [T, H]
         .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
+        .template Arg<ffi::AnyBuffer>()  // row_of_slot [T, K] or (0,)
         .template Ret<ffi::AnyBuffer>()  // rows [M, H]
         .template Attr<int64_t>("experts_per_token");
   }
 
-  static PermuteArgs decode(Decoder& d, In x, In slot_of_row, Out rows, int64_t experts_per_token) {
+  static PermuteArgs decode(Decoder& d, In x, In slot_of_row, In row_of_slot, Out rows,
+                            int64_t experts_per_token) {
     PermuteArgs args;
+    args.row_of_slot = d.optional_in("row_of_slot", row_of_slot);
     args.x = d.in("x", x);
     args.slot_of_row = d.in("slot_of_row", slot_of_row);
     args.experts_per_token = experts_per_token;

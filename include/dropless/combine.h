@@ -13,11 +13,13 @@ struct PermuteArgs {
   ConstTensor x;            // [T, H] float32 | bfloat16
   ConstTensor slot_of_row;  // [M] int32
   int64_t experts_per_token = 1;
-  Tensor rows;  // [M, H] dtype of x
+  Tensor rows;              // [M, H] dtype of x
+  ConstTensor row_of_slot;  // [T, K] int32, optional: the inverse of slot_of_row, so that a GPU
+                            // reads x once
 };
 
-// out[t] = sum over k of weights[t,k] * rows[row_of_slot[t,k]], in k order; slots without a row add 0
-// and their weight is not read. Without weights every weight is 1 (the gradient of permute).
+// out[t] = sum over k of weights[t,k] * rows[row_of_slot[t,k]], in k order; slots without a row add
+// 0 and their weight is not read. Without weights every weight is 1 (the gradient of permute).
 struct CombineArgs {
   ConstTensor rows;         // [M, H] float32 | bfloat16
   ConstTensor row_of_slot;  // [T, K] int32
@@ -38,7 +40,8 @@ struct CombineBackwardArgs {
 };
 
 // out[e, p] = sum over the rows r of expert e of weight(r) * x[index(r), p]: bias gradients.
-// index(r) is r, or slot_of_row[r] / K when gather is set; weight(r) is weights[slot_of_row[r]] or 1.
+// index(r) is r, or slot_of_row[r] / K when gather is set; weight(r) is weights[slot_of_row[r]]
+// or 1.
 struct GroupSumArgs {
   ConstTensor x;            // [M or T, P, N] float32 | bfloat16
   ConstTensor slot_of_row;  // [M] int32, needed by gather or weights

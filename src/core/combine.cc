@@ -20,6 +20,8 @@ Status check(const PermuteArgs& args) {
   c.require("x", args.x, {DType::kF32, DType::kBF16}, {"T", "H"});
   c.require("slot_of_row", args.slot_of_row, {DType::kI32}, {"M"});
   c.require("rows", args.rows, {args.x.dtype}, {"M", "H"});
+  c.let("K", args.experts_per_token);
+  c.optional("row_of_slot", args.row_of_slot, {DType::kI32}, {"T", "K"});
   return c.status();
 }
 

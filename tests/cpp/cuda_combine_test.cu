@@ -13,7 +13,8 @@ namespace {
 
 // What one run of an op on fresh poisoned outputs needs: the arguments of a host run, moved.
 PermuteArgs on_device(Device& d, PermuteArgs a) {
-  return {d.put(a.x), d.put(a.slot_of_row), a.experts_per_token, d.put(a.rows)};
+  return {d.put(a.x), d.put(a.slot_of_row), a.experts_per_token, d.put(a.rows),
+          d.put(a.row_of_slot)};
 }
 CombineArgs on_device(Device& d, CombineArgs a) {
   return {d.put(a.rows), d.put(a.row_of_slot), d.put(a.weights), d.put(a.out)};
@@ -82,9 +83,11 @@ TEST_P(CudaRowMoves, A1_PermuteHasTheReferencesBits) {
   Array expected(dtype, {rows, width});
   ASSERT_TRUE(reference::permute({x, routed.slot_of_row, kPerToken, expected}).ok());
   for (const int64_t misalignment : {0, 4}) {
-    Array got(dtype, {rows, width});
-    gpu(PermuteArgs{x, routed.slot_of_row, kPerToken, got}, misalignment);
-    EXPECT_TRUE(got.same_bits(expected));
+    for (const Array& inverse : {Array(), routed.row_of_slot}) {
+      Array got(dtype, {rows, width});
+      gpu(PermuteArgs{x, routed.slot_of_row, kPerToken, got, inverse}, misalignment);
+      EXPECT_TRUE(got.same_bits(expected));
+    }
   }
 }
 
@@ -183,7 +186,7 @@ class CudaRowMoveSizes : public GpuTest<::testing::TestWithParam<int64_t>> {};
 TEST_P(CudaRowMoveSizes, SegmentsOfWideRows) {
   const int64_t width = GetParam();
   Rng rng(52);
-  for (const int64_t per_token : {1, 2, 8, 9}) {
+  for (const int64_t per_token : {1, 2, 3, 4, 8, 9}) {
     const Groups groups{"some", {5, 0, 11, 3}, 0, 2};
     const RoutedRows routed = routed_rows(groups, per_token, rng);
     const int64_t rows = groups.rows();
@@ -196,8 +199,10 @@ TEST_P(CudaRowMoveSizes, SegmentsOfWideRows) {
     Array d_weights(DType::kF32, {routed.tokens, per_token}), expected_d_weights = d_weights;
 
     ASSERT_TRUE(reference::permute({x, routed.slot_of_row, per_token, expected_permuted}).ok());
-    gpu(PermuteArgs{x, routed.slot_of_row, per_token, permuted});
-    EXPECT_TRUE(permuted.same_bits(expected_permuted));
+    for (const Array& inverse : {Array(), routed.row_of_slot}) {
+      gpu(PermuteArgs{x, routed.slot_of_row, per_token, permuted.poison(), inverse});
+      EXPECT_TRUE(permuted.same_bits(expected_permuted));
+    }
 
     ASSERT_TRUE(reference::combine({y, routed.row_of_slot, weights, expected_combined}).ok());
     gpu(CombineArgs{y, routed.row_of_slot, weights, combined});
@@ -238,7 +243,8 @@ TEST_F(CudaRowMoveGraphs, J9_CapturedGraphsReplayTheSameBits) {
     EXPECT_TRUE(out.same_bits(eager));
   };
   Array rows(DType::kBF16, {groups.rows(), 96});
-  check(PermuteArgs{x, routed.slot_of_row, 2, rows}, rows, Array(rows.dtype(), rows.dims()));
+  check(PermuteArgs{x, routed.slot_of_row, 2, rows, routed.row_of_slot}, rows,
+        Array(rows.dtype(), rows.dims()));
   Array out(DType::kBF16, {routed.tokens, 96});
   check(CombineArgs{y, routed.row_of_slot, weights, out}, out, Array(out.dtype(), out.dims()));
   Array d_rows(DType::kBF16, {groups.rows(), 96}), d_weights(DType::kF32, {routed.tokens, 2});
@@ -296,7 +302,7 @@ TEST_F(CudaRowMoveBigSizes, C1_RowsPastTwoToThe31Elements) {
   const Tensor slot_of_row{map, DType::kI32, 1, {kRows}};
   const Tensor row_of_slot{map, DType::kI32, 2, {kTokens, kPerToken}};
   const Tensor weights_view{weights, DType::kF32, 2, {kTokens, kPerToken}};
-  EXPECT_OK(cuda::permute({x_view, slot_of_row, kPerToken, rows_view}, {}, nullptr));
+  EXPECT_OK(cuda::permute({x_view, slot_of_row, kPerToken, rows_view, row_of_slot}, {}, nullptr));
   EXPECT_OK(cuda::combine({rows_view, row_of_slot, weights_view, out_view}, {}, nullptr));
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   std::vector<uint16_t> row(kWidth);

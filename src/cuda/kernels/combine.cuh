@@ -17,9 +17,23 @@ __device__ inline int token_of_slot(int slot, int experts_per_token, int tokens)
   return token < tokens ? token : -1;
 }
 
+// Calls clear(row) by a whole warp for each row without a slot, of one block's `blockDim.x` rows.
+template <class Clear>
+__device__ void for_rows_without_slot(const int32_t* slot_of_row, int64_t block, int64_t num_rows,
+                                      int experts_per_token, int tokens, const Clear& clear) {
+  const int64_t first = block * blockDim.x + threadIdx.x / kWarpSize * kWarpSize;
+  const int64_t row = first + lane_id();
+  const bool empty =
+      row < num_rows && token_of_slot(slot_of_row[row], experts_per_token, tokens) < 0;
+  for (unsigned left = __ballot_sync(kFullWarp, empty); left != 0; left &= left - 1) {
+    clear(first + __ffs(static_cast<int>(left)) - 1);
+  }
+}
+
 struct PermuteParams {
   const uint8_t* x;            // [T, H] as bytes: [T, row_bytes]
   const int32_t* slot_of_row;  // [M]
+  const int32_t* row_of_slot;  // [T, K] or null
   uint8_t* rows;               // [M, H] as bytes
   int64_t row_bytes;
   int64_t num_rows;
@@ -30,27 +44,64 @@ struct PermuteParams {
 // Accesses that one warp has in flight: 8 of 512 bytes, so that few warps fill the memory pipes.
 constexpr int kPermuteUnroll = 8;
 
-// Grid: (ceil(M / warps), segments of a row). A warp copies kPermuteUnroll * 32 words of one row.
+// kPermuteUnroll * 32 words of a row, from the blockIdx.y-th of such segments on, held by a warp.
+template <class Word>
+struct RowSegment {
+  Word held[kPermuteUnroll];
+  int64_t first;
+  int64_t words;  // of the row
+
+  __device__ explicit RowSegment(int64_t row_bytes)
+      : held(),
+        first(static_cast<int64_t>(blockIdx.y) * (kPermuteUnroll * kWarpSize) + lane_id()),
+        words(row_bytes / static_cast<int64_t>(sizeof(Word))) {}
+  __device__ void load(const uint8_t* row) {
+#pragma unroll
+    for (int i = 0; i < kPermuteUnroll; ++i) {
+      const int64_t word = first + i * kWarpSize;
+      if (word < words) held[i] = reinterpret_cast<const Word*>(row)[word];
+    }
+  }
+  __device__ void store(uint8_t* row) const {
+#pragma unroll
+    for (int i = 0; i < kPermuteUnroll; ++i) {
+      const int64_t word = first + i * kWarpSize;
+      if (word < words) reinterpret_cast<Word*>(row)[word] = held[i];
+    }
+  }
+};
+
+// By rows. Grid: (ceil(M / warps), segments of a row).
 template <class Word>
 __global__ void permute_kernel(PermuteParams p) {
   const int64_t row =
       static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
   if (row >= p.num_rows) return;
-  const int token = token_of_slot(p.slot_of_row[row], p.experts_per_token, p.tokens);
-  const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * (kPermuteUnroll * kWarpSize) + lane_id();
-  const Word* from = reinterpret_cast<const Word*>(p.x + static_cast<int64_t>(token) * p.row_bytes);
-  Word* to = reinterpret_cast<Word*>(p.rows + row * p.row_bytes);
-  Word held[kPermuteUnroll];
-#pragma unroll
-  for (int i = 0; i < kPermuteUnroll; ++i) {
-    const int64_t word = first + i * kWarpSize;
-    held[i] = token >= 0 && word < words ? from[word] : Word{};
+  const int64_t token = token_of_slot(p.slot_of_row[row], p.experts_per_token, p.tokens);
+  RowSegment<Word> segment(p.row_bytes);
+  if (token >= 0) segment.load(p.x + token * p.row_bytes);
+  segment.store(p.rows + row * p.row_bytes);
+}
+
+// By tokens, so that each is read once. Grid: (ceil(T / warps), then enough blocks of blockDim.x
+// rows to clear those without a slot; segments of a row).
+template <class Word>
+__global__ void permute_tokens_kernel(PermuteParams p) {
+  const int warps = blockDim.x / kWarpSize;
+  const int64_t token_blocks = (p.tokens + warps - 1) / warps;
+  RowSegment<Word> segment(p.row_bytes);
+  if (blockIdx.x >= token_blocks) {
+    for_rows_without_slot(p.slot_of_row, blockIdx.x - token_blocks, p.num_rows, p.experts_per_token,
+                          p.tokens,
+                          [&](int64_t row) { segment.store(p.rows + row * p.row_bytes); });
+    return;
   }
-#pragma unroll
-  for (int i = 0; i < kPermuteUnroll; ++i) {
-    const int64_t word = first + i * kWarpSize;
-    if (word < words) to[word] = held[i];
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / kWarpSize;
+  if (token >= p.tokens) return;
+  segment.load(p.x + token * p.row_bytes);
+  for (int k = 0; k < p.experts_per_token; ++k) {
+    const int64_t row = p.row_of_slot[token * p.experts_per_token + k];
+    if (row >= 0 && row < p.num_rows) segment.store(p.rows + row * p.row_bytes);
   }
 }
 
@@ -66,42 +117,58 @@ struct CombineParams {
   int experts_per_token;
 };
 
-// Rows of a token read at once; more choices take further steps.
+// Accesses that a thread has in flight, spread over rows of the token and columns.
 constexpr int kCombineUnroll = 8;
 
-// Grid: (tokens, segments). Block: one pack of N columns a thread. Sums in the order of k, in fp32.
-template <class In, class OutElement, int N>
+// Grid: (tokens, segments). A thread sums kCombineUnroll / kRows packs of N columns, blockDim.x
+// packs apart, kRows rows a step; the order is that of k, in fp32.
+template <class In, class OutElement, int N, int kRows>
 __global__ void combine_kernel(CombineParams<In, OutElement> p) {
+  constexpr int kPacks = kCombineUnroll / kRows;
   const int64_t t = blockIdx.x;
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N;
-  if (column >= p.width) return;
-  const int32_t* row_of_slot = p.row_of_slot + t * p.experts_per_token;
-  float sum[N] = {};
-  for (int k0 = 0; k0 < p.experts_per_token; k0 += kCombineUnroll) {
-    Pack<In, N> held[kCombineUnroll];
-    float weight[kCombineUnroll];
-    bool has_row[kCombineUnroll];
+  const int64_t first_slot = t * p.experts_per_token;
+  const int64_t first = (static_cast<int64_t>(blockIdx.y) * kPacks * blockDim.x + threadIdx.x) * N;
+  const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+  float sum[kPacks][N] = {};
+  for (int k0 = 0; k0 < p.experts_per_token; k0 += kRows) {
+    Pack<In, N> held[kRows][kPacks];
+    float weight[kRows];
+    bool has_row[kRows];
 #pragma unroll
-    for (int i = 0; i < kCombineUnroll; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const int k = k0 + i;
-      const int row = k < p.experts_per_token ? row_of_slot[k] : -1;
+      const int64_t row = k < p.experts_per_token ? p.row_of_slot[first_slot + k] : -1;
       has_row[i] = row >= 0 && row < p.num_rows;
-      weight[i] = 1.0f;
-      if (!has_row[i]) continue;
-      held[i] = Pack<In, N>::load(p.rows + row * p.width + column);
-      if (p.weights != nullptr) weight[i] = p.weights[t * p.experts_per_token + k];
+      weight[i] = has_row[i] && p.weights != nullptr ? p.weights[first_slot + k] : 1.0f;
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        const int64_t column = first + j * step;
+        if (has_row[i] && column < p.width) {
+          held[i][j] = Pack<In, N>::load(p.rows + row * p.width + column);
+        }
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kCombineUnroll; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       if (!has_row[i]) continue;
 #pragma unroll
-      for (int c = 0; c < N; ++c) sum[c] = fmaf(weight[i], to_float(held[i].element[c]), sum[c]);
+      for (int j = 0; j < kPacks; ++j) {
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          sum[j][c] = fmaf(weight[i], to_float(held[i][j].element[c]), sum[j][c]);
+        }
+      }
     }
   }
-  Pack<OutElement, N> result;
 #pragma unroll
-  for (int c = 0; c < N; ++c) result.element[c] = from_float<OutElement>(sum[c]);
-  result.store(p.out + t * p.width + column);
+  for (int j = 0; j < kPacks; ++j) {
+    const int64_t column = first + j * step;
+    if (column >= p.width) continue;
+    Pack<OutElement, N> result;
+#pragma unroll
+    for (int c = 0; c < N; ++c) result.element[c] = from_float<OutElement>(sum[j][c]);
+    result.store(p.out + t * p.width + column);
+  }
 }
 
 template <class Dy, class Row>
@@ -123,20 +190,6 @@ struct CombineBackwardParams {
 constexpr int kCombineBackwardUnroll = 4;
 constexpr int kCombineBackwardWarps = 8;
 
-// Clears the rows of one block that have no slot.
-template <class Dy, class Row, int N>
-__device__ void clear_rows_without_slot(const CombineBackwardParams<Dy, Row>& p, int64_t first) {
-  const int64_t last = min(first + blockDim.x, p.num_rows);
-  for (int64_t row = first + threadIdx.x / kWarpSize; row < last; row += kCombineBackwardWarps) {
-    const int64_t tokens = min(p.tokens, int64_t{INT32_MAX});
-    if (token_of_slot(p.slot_of_row[row], p.experts_per_token, static_cast<int>(tokens)) >= 0)
-      continue;
-    for (int64_t column = lane_id() * N; column < p.width; column += kWarpSize * N) {
-      Pack<Row, N>{}.store(p.d_rows + row * p.width + column);
-    }
-  }
-}
-
 // Grid: T blocks for the tokens, then enough blocks of `blockDim.x` rows to clear those without a
 // slot. A token's block reads its dy and each of its rows once.
 template <class Dy, class Row, int N>
@@ -145,7 +198,14 @@ __global__ void __launch_bounds__(kCombineBackwardWarps* kWarpSize)
   constexpr int kRows = kCombineBackwardUnroll;
   __shared__ float partial[kRows][kCombineBackwardWarps];
   if (blockIdx.x >= p.tokens) {
-    return clear_rows_without_slot<Dy, Row, N>(p, (blockIdx.x - p.tokens) * blockDim.x);
+    for_rows_without_slot(p.slot_of_row, blockIdx.x - p.tokens, p.num_rows, p.experts_per_token,
+                          static_cast<int>(p.tokens), [&](int64_t row) {
+                            for (int64_t column = lane_id() * N; column < p.width;
+                                 column += kWarpSize * N) {
+                              Pack<Row, N>{}.store(p.d_rows + row * p.width + column);
+                            }
+                          });
+    return;
   }
   const int64_t t = blockIdx.x;
   const int64_t first_slot = t * p.experts_per_token;

@@ -30,8 +30,9 @@ struct QuantizeRowsParams {
   ScaleRounding rounding;
 };
 
-// 1x128 blocks that a group of lanes has in flight.
-constexpr int kRowsUnroll = 2;
+// 1x128 blocks that a group of lanes has in flight: 64 or 128 bytes a lane.
+template <class T>
+constexpr int kRowsUnroll = 8 / static_cast<int>(sizeof(T));
 constexpr int kLanesPerBlock = kBlock / (2 * kPackSize);  // 8: two packs of 8 a lane
 
 // For C a multiple of 8 and packs aligned. Eight lanes quantise a block; pack h of lane l starts at
@@ -43,11 +44,11 @@ __global__ void quantize_rows_kernel(QuantizeRowsParams<T> p) {
       (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kLanesPerBlock;
   const int64_t groups = static_cast<int64_t>(gridDim.x) * blockDim.x / kLanesPerBlock;
   const int64_t blocks = p.rows * p.blocks_per_row;
-  Pack<T, kPackSize> held[kRowsUnroll][2];
-  int64_t start[kRowsUnroll];
-  int left[kRowsUnroll];  // columns of the block from this lane's first pack on
+  Pack<T, kPackSize> held[kRowsUnroll<T>][2];
+  int64_t start[kRowsUnroll<T>];
+  int left[kRowsUnroll<T>];  // columns of the block from this lane's first pack on
 #pragma unroll
-  for (int u = 0; u < kRowsUnroll; ++u) {
+  for (int u = 0; u < kRowsUnroll<T>; ++u) {
     const int64_t block = group + u * groups;
     const int64_t row = block / p.blocks_per_row;
     const int64_t column = (block - row * p.blocks_per_row) * kBlock + sub * kPackSize;
@@ -62,7 +63,7 @@ __global__ void quantize_rows_kernel(QuantizeRowsParams<T> p) {
     }
   }
 #pragma unroll
-  for (int u = 0; u < kRowsUnroll; ++u) {
+  for (int u = 0; u < kRowsUnroll<T>; ++u) {
     const int64_t block = group + u * groups;
     float value[2][kPackSize];
     float amax = 0.0f;

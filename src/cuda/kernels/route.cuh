@@ -110,11 +110,10 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
   }
 }
 
-// Takes the K best keys one after another; lane k returns the expert of rank k. Spends the keys.
+// Takes the K best keys one after another, spending them, and leaves their experts in `chosen` [K],
+// shared memory of the warp.
 template <int V>
-__device__ int select_experts(uint32_t (&keys)[V], int experts_per_token) {
-  const int lane = lane_id();
-  int chosen = -1;
+__device__ void select_experts(uint32_t (&keys)[V], int experts_per_token, int* chosen) {
   for (int k = 0; k < experts_per_token; ++k) {
     uint32_t best = keys[0];
     int best_j = 0;
@@ -125,16 +124,20 @@ __device__ int select_experts(uint32_t (&keys)[V], int experts_per_token) {
         best_j = j;
       }
     }
-    const uint32_t winning_key = __reduce_max_sync(kFullWarp, best);
-    const unsigned candidate = best == winning_key ? lane + kWarpSize * best_j : kFullWarp;
-    const int winner = static_cast<int>(__reduce_min_sync(kFullWarp, candidate));
-    if (lane == k) chosen = winner;
+    const int expert = lane_id() + kWarpSize * best_j;
+    bool wins = best == __reduce_max_sync(kFullWarp, best);
+    if (__popc(__ballot_sync(kFullWarp, wins)) > 1) {
+      // Equal keys in several lanes: the lowest expert.
+      const unsigned candidate = wins ? expert : kFullWarp;
+      wins = __reduce_min_sync(kFullWarp, candidate) == candidate && wins;
+    }
+    if (wins) chosen[k] = expert;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (lane + kWarpSize * j == winner) keys[j] = kNoKey;
+      if (wins && j == best_j) keys[j] = kNoKey;
     }
   }
-  return chosen;
+  __syncwarp();
 }
 
 // One chosen expert, in the lane of its rank; all 0 in the other lanes.
@@ -206,6 +209,7 @@ __device__ inline void add_ranks_of_warps(const int* before_warp, int num_expert
 template <class T, int V, int kThreads>
 __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParams<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;
+  __shared__ int chosen_of_warp[kWarps][kWarpSize];
   extern __shared__ int shared[];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = lane_id();
@@ -243,9 +247,12 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
       continue;
     }
     token.compute(p.options.score);
+    // The sum of exponentials is at least 1, but that of sigmoids may be too small for an inverse.
+    const bool sigmoid = p.options.score == RouterScore::kSigmoid;
+    const float inverse = 1.0f / token.score_sum;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      prob_sum[j] += token.score[j] / token.score_sum;
+      prob_sum[j] += sigmoid ? token.score[j] / token.score_sum : token.score[j] * inverse;
       if (lane + kWarpSize * j < num_experts && !isfinite(token.logit[j])) ++nonfinite;
     }
     lse_square += token.lse * token.lse;
@@ -254,7 +261,8 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
 
     uint32_t keys[V];
     selection_keys(p.options, token, p.bias, num_experts, keys);
-    const int chosen = select_experts(keys, top_k);
+    select_experts(keys, top_k, chosen_of_warp[warp]);
+    const int chosen = is_choice ? chosen_of_warp[warp][lane] : -1;
     const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
     const Choice choice = score_choice(p.options, logit, token.largest, token.exp_sum, is_choice);
     if (is_choice) {

@@ -36,9 +36,26 @@ template <class Word>
 void launch_permute(const PermuteParams& p, Stream stream) {
   constexpr int kWarps = kThreads / kWarpSize;
   const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.num_rows, kWarps)),
-                  static_cast<unsigned>(ceil_div(words, kPermuteUnroll * kWarpSize)));
-  permute_kernel<Word><<<grid, kThreads, 0, stream>>>(p);
+  const int64_t segments = ceil_div(words, kPermuteUnroll * kWarpSize);
+  const auto grid = [&](int64_t blocks) {
+    return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(segments));
+  };
+  if (p.row_of_slot != nullptr) {
+    const int64_t blocks = ceil_div(p.tokens, kWarps) + ceil_div(p.num_rows, kThreads);
+    permute_tokens_kernel<Word><<<grid(blocks), kThreads, 0, stream>>>(p);
+  } else {
+    permute_kernel<Word><<<grid(ceil_div(p.num_rows, kWarps)), kThreads, 0, stream>>>(p);
+  }
+}
+
+template <class In, class OutElement, int N, int kRows>
+void launch_combine_rows(const CombineParams<In, OutElement>& p, Stream stream) {
+  // As few blocks a token as kThreads allows, all of one size.
+  const int64_t work = ceil_div(p.width, N * (kCombineUnroll / kRows));
+  const int64_t segments = ceil_div(work, kThreads);
+  const int64_t threads = ceil_div(ceil_div(work, segments), kWarpSize) * kWarpSize;
+  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(segments));
+  combine_kernel<In, OutElement, N, kRows><<<grid, static_cast<unsigned>(threads), 0, stream>>>(p);
 }
 
 template <class In, class OutElement, int N>
@@ -52,12 +69,14 @@ void launch_combine(const CombineArgs& args, Stream stream) {
   p.num_rows = args.rows.dims[0];
   p.width = args.out.dims[1];
   p.experts_per_token = static_cast<int>(args.row_of_slot.dims[1]);
-  // As few blocks a token as kThreads allows, all of one size.
-  const int64_t packs = ceil_div(p.width, N);
-  const int64_t segments = ceil_div(packs, kThreads);
-  const int64_t threads = ceil_div(ceil_div(packs, segments), kWarpSize) * kWarpSize;
-  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(segments));
-  combine_kernel<In, OutElement, N><<<grid, static_cast<unsigned>(threads), 0, stream>>>(p);
+  // Single columns are the slow path of odd widths: one instance is enough.
+  if (N == 1 || p.experts_per_token > 4) {
+    launch_combine_rows<In, OutElement, N, 8>(p, stream);
+  } else if (p.experts_per_token > 2) {
+    launch_combine_rows<In, OutElement, N, 4>(p, stream);
+  } else {
+    launch_combine_rows<In, OutElement, N, 2>(p, stream);
+  }
 }
 
 template <class Dy, class Row, int N>
@@ -108,6 +127,7 @@ Status permute(const PermuteArgs& args, Tensor, Stream stream) {
   PermuteParams p;
   p.x = args.x.as<uint8_t>();
   p.slot_of_row = args.slot_of_row.as<int32_t>();
+  p.row_of_slot = args.row_of_slot.as<int32_t>();
   p.rows = args.rows.as<uint8_t>();
   p.row_bytes = args.x.dims[1] * size_of(args.x.dtype);
   p.num_rows = args.rows.dims[0];

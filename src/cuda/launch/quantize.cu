@@ -22,7 +22,8 @@ Status launch_quantize_rows(const QuantizeRowsArgs& args, Stream stream) {
   if (blocks == 0) return Status();
   const bool packs = p.width % kPackSize == 0 && is_aligned(p.x, sizeof(Pack<T, kPackSize>)) &&
                      is_aligned(p.q, kPackSize);
-  const int64_t lanes = packs ? ceil_div(blocks, kRowsUnroll) * kLanesPerBlock : blocks * kWarpSize;
+  const int64_t lanes =
+      packs ? ceil_div(blocks, kRowsUnroll<T>) * kLanesPerBlock : blocks * kWarpSize;
   const unsigned grid = static_cast<unsigned>(ceil_div(lanes, kRowsThreads));
   if (packs) {
     quantize_rows_kernel<T><<<grid, kRowsThreads, 0, stream>>>(p);

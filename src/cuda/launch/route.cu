@@ -12,10 +12,14 @@
 namespace dropless::cuda {
 namespace {
 
-// Shared memory of a routing block, [warps, E] words, stays within the 48 KB that need no opt-in.
-constexpr int kThreads = 512;             // up to 512 experts: 32 KB
-constexpr int kThreadsManyExperts = 256;  // up to 1024 experts: 32 KB
-constexpr int kExpertsPerLaneLimit = 16;  // 512 experts
+// Threads of a routing block by the experts that a lane holds: as many as registers allow (64 a
+// thread at 1024 threads), since a token is a long chain of dependent steps that only other warps
+// can hide. Shared memory, [warps, E] words, stays within the 48 KB that need no opt-in.
+constexpr int threads_of(int experts_per_lane) {
+  if (experts_per_lane <= 4) return 1024;  // 16 KB
+  if (experts_per_lane <= 16) return 512;  // 32 KB
+  return 256;                              // 32 KB
+}
 
 Status check_limits(const char* op, int64_t num_experts, int64_t experts_per_token) {
   if (num_experts > kMaxExperts) {
@@ -43,9 +47,7 @@ template <class F>
 void dispatch_experts(int64_t num_experts, F&& f) {
   const int64_t per_lane = ceil_div(num_experts, kWarpSize);
   const auto call = [&](auto v) {
-    constexpr int kV = decltype(v)::value;
-    f(v, std::integral_constant < int,
-      kV <= kExpertsPerLaneLimit ? kThreads : kThreadsManyExperts > {});
+    f(v, std::integral_constant<int, threads_of(decltype(v)::value)>{});
   };
   if (per_lane <= 1) return call(std::integral_constant<int, 1>{});
   if (per_lane <= 2) return call(std::integral_constant<int, 2>{});
@@ -182,8 +184,7 @@ Status plan(const PlanArgs& args, Tensor workspace, Stream stream) {
     p.num_experts = place.num_experts;
     p.experts_per_token = place.experts_per_token;
     p.tokens_per_chunk = place.tokens_per_chunk;
-    const int threads =
-        num_experts <= kWarpSize * kExpertsPerLaneLimit ? kThreads : kThreadsManyExperts;
+    const int threads = threads_of(static_cast<int>(ceil_div(num_experts, kWarpSize)));
     const int64_t words = threads / kWarpSize * num_experts;
     count_slots_kernel<<<static_cast<unsigned>(place.chunks), threads, words * 4, stream>>>(p);
     DROPLESS_RETURN_IF_ERROR(launch_status("plan"));

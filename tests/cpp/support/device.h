@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -12,7 +13,9 @@
 
 namespace dropless::testing {
 
-// Copies of host tensors on the device, guarded at both ends by 0xFF bytes as an Array is.
+// Copies of host tensors on the device, guarded at both ends by 0xFF bytes as an Array is. With
+// DROPLESS_TEST_RAW_WORKSPACE in the environment, scratch is left as cudaMalloc gives it, so that
+// compute-sanitizer's initcheck sees what is read before it is written.
 class Device {
  public:
   // Every tensor starts `misalignment` bytes past a 256-byte boundary.
@@ -20,7 +23,7 @@ class Device {
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
   }
   ~Device() {
-    for (const Copy& c : copies_) cudaFree(c.allocation);
+    for (void* allocation : allocations_) cudaFree(allocation);
     cudaStreamDestroy(stream_);
   }
   Device(const Device&) = delete;
@@ -41,11 +44,9 @@ class Device {
 
   // Poisoned scratch of exactly `bytes` bytes.
   Tensor workspace(int64_t bytes) {
-    const std::vector<uint8_t> poison(static_cast<size_t>(bytes), 0xFF);
-    const Tensor host{const_cast<uint8_t*>(poison.data()), DType::kU8, 1, {bytes}};
-    const Tensor copy = put(host);
-    copies_.back().host = nullptr;
-    return copy;
+    Tensor t{nullptr, DType::kU8, 1, {bytes}};
+    t.data = put_bytes(nullptr, bytes);
+    return t;
   }
 
   // Waits for the work, copies everything back to the host tensors, and checks the guards.
@@ -75,22 +76,30 @@ class Device {
     int64_t bytes;
   };
 
+  // Without `host` the copy is scratch.
   void* put_bytes(void* host, int64_t bytes) {
+    static const bool raw_workspace = std::getenv("DROPLESS_TEST_RAW_WORKSPACE") != nullptr;
     Copy c{nullptr, nullptr, host, bytes};
     const size_t size = static_cast<size_t>(bytes + 2 * kGuard + misalignment_);
     EXPECT_EQ(cudaMalloc(&c.allocation, size), cudaSuccess);
-    EXPECT_EQ(cudaMemset(c.allocation, 0xFF, size), cudaSuccess);
     c.data = static_cast<uint8_t*>(c.allocation) + kGuard + misalignment_;
-    if (bytes > 0) {
+    if (host == nullptr && bytes > 0 && raw_workspace) {
+      allocations_.push_back(c.allocation);
+      return c.data;
+    }
+    EXPECT_EQ(cudaMemset(c.allocation, 0xFF, size), cudaSuccess);
+    if (host != nullptr && bytes > 0) {
       EXPECT_EQ(cudaMemcpy(c.data, host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
     }
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    allocations_.push_back(c.allocation);
     copies_.push_back(c);
     return c.data;
   }
 
   int64_t misalignment_;
   cudaStream_t stream_ = nullptr;
+  std::vector<void*> allocations_;
   std::vector<Copy> copies_;
 };
 

@@ -1,0 +1,83 @@
+"""Routing and dispatch plan: ours against the same steps in jitted JAX, on the device at hand.
+
+One call routes ``--calls`` independent batches of logits in one program, so that the host's part of
+a call is shared by many; times are per batch.
+
+    PYTHONPATH=python python bench/bench_routing.py --out bench/results/routing_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import dropless
+import harness
+
+
+def route_in_jax(logits: jax.Array, k: int):
+    """What ``dropless.route`` returns for softmax scores, in the shortest public-JAX form."""
+    t, e = logits.shape
+    probs = jax.nn.softmax(logits, axis=-1)
+    weights, ids = jax.lax.top_k(probs, k)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    slots = ids.reshape(-1)
+    slot_of_row = jnp.argsort(slots, stable=True).astype(jnp.int32)
+    row_of_slot = (
+        jnp.zeros((t * k,), jnp.int32)
+        .at[slot_of_row]
+        .set(jnp.arange(t * k, dtype=jnp.int32), unique_indices=True)
+    )
+    counts = jnp.bincount(slots, length=e)
+    offsets = jnp.concatenate([jnp.zeros((1,), counts.dtype), jnp.cumsum(counts)])
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs))
+    nonfinite = jnp.sum(~jnp.isfinite(logits))
+    return (
+        ids, weights, jnp.sum(probs, axis=0), jnp.sum(lse**2), entropy, nonfinite,
+        counts, offsets, slot_of_row, row_of_slot.reshape(t, k),
+    )  # fmt: skip
+
+
+def measure(tokens: int, experts: int, k: int, calls: int, rounds: int) -> dict:
+    cfg = dropless.MoEConfig(
+        num_experts=experts, experts_per_token=k, expert_dim=8, precision="f32"
+    )
+    batches = [
+        jax.random.normal(jax.random.key(i), (tokens, experts), jnp.float32) for i in range(calls)
+    ]
+    ours = jax.jit(lambda b: [dropless.route(x, cfg) for x in b])
+    jax_steps = jax.jit(lambda b: [route_in_jax(x, k) for x in b])
+    # The same ids on random logits: otherwise the comparison means nothing.
+    assert jnp.array_equal(ours(batches)[0].ids, jax_steps(batches)[0][0])
+    times = harness.interleave(
+        {"dropless": lambda: ours(batches), "jax": lambda: jax_steps(batches)},
+        rounds=rounds,
+        seconds=10,
+    )
+    result = {"tokens": tokens, "experts": experts, "experts_per_token": k, "calls": calls}
+    for name, row in times.items():
+        result[name + "_us"] = {key: 1e3 * row[key + "_ms"] / calls for key in ("median", "min")}
+    result["ratio"] = result["jax_us"]["median"] / result["dropless_us"]["median"]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="routing.json")
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    payload = {"environment": harness.environment(" ".join(sys.argv)), "results": []}
+    for tokens, experts, k in ((8192, 128, 8), (16384, 64, 8), (8192, 8, 2), (8192, 256, 8)):
+        row = measure(tokens, experts, k, arguments.calls, arguments.rounds)
+        payload["results"].append(row)
+        print(row, flush=True)
+    harness.write(arguments.out, payload)
+
+
+if __name__ == "__main__":
+    main()
