@@ -65,6 +65,7 @@ class MoEAux:
 
 @jax.custom_vjp
 def _router_logits(x, kernel, bias, mask):
+    del mask  # the gradient needs it
     logits = _router_gemm.matmul(x, kernel.astype(jnp.float32))
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
@@ -76,11 +77,12 @@ def _router_logits_fwd(x, kernel, bias, mask):
 
 def _router_logits_bwd(residuals, d_logits):
     x, kernel, bias, mask = residuals
-    real = x if mask is None else jnp.where(mask[:, None], x, 0)
     d_x = _router_gemm.grad_x(d_logits, kernel.astype(jnp.float32), x.dtype)
-    d_kernel = _router_gemm.grad_kernel(real, d_logits)
+    # Padding tokens have no gradient, but 0 * NaN would be NaN.
+    real = x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
+    d_kernel = _router_gemm.grad_kernel(real, d_logits).astype(kernel.dtype)
     d_bias = None if bias is None else jnp.sum(d_logits, axis=0).astype(bias.dtype)
-    return d_x, d_kernel.astype(kernel.dtype), d_bias, None
+    return d_x, d_kernel, d_bias, None
 
 
 _router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)

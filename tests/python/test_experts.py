@@ -138,7 +138,10 @@ def test_b7_experts_with_fewer_than_128_rows(precision):
 
     @jax.jit
     def gradients(x, p, w):
-        return jax.grad(lambda *a: jnp.sum(experts(spec, *a, None, plan) * dy), (0, 1, 2))(x, p, w)
+        def total(x, p, w):
+            return jnp.sum(experts(spec, x, p, w, None, plan) * dy)
+
+        return jax.grad(total, (0, 1, 2))(x, p, w)
 
     def dense(x, p, w, dy):
         return jnp.sum(oracle.expert_outputs(x, w, "silu")[jnp.arange(t), ids] * p * dy)
@@ -146,8 +149,8 @@ def test_b7_experts_with_fewer_than_128_rows(precision):
     got = gradients(x, p, params["experts"])
     with jax.enable_x64(True):
         wide = oracle.to64((x, p, params["experts"], dy))
-        wanted = jax.jit(jax.grad(dense, (0, 1, 2)), compiler_options=oracle.COMPILE_FAST)(*wide)
-        wanted = jax.tree.map(np.asarray, wanted)
+        fast = jax.jit(jax.grad(dense, (0, 1, 2)), compiler_options=oracle.COMPILE_FAST)
+        wanted = jax.tree.map(np.asarray, fast(*wide))
     limit = oracle.bound(precision, 56, 14)
     for (path, a), (_, b) in zip(oracle.leaves(got), oracle.leaves(wanted), strict=True):
         oracle.assert_close(path, a, b, limit, groups=a.ndim == 3)
@@ -156,7 +159,7 @@ def test_b7_experts_with_fewer_than_128_rows(precision):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a9_gate_and_up_products_share_no_accumulator(dtype):
-    # dx = dh_gate @ gate^T + dh_up @ up^T is the sum of what each gives while the other matrix is 0.
+    # dx = dh_gate @ gate^T + dh_up @ up^T: the sum of what each gives while the other matrix is 0.
     rng = np.random.default_rng(0)
     sizes, h, i = [3, 0, 40, 17], 56, 24
     dh = jnp.asarray(rng.standard_normal((60, 2, i)), dtype)

@@ -138,12 +138,16 @@ def test_replicated_x_is_computed_everywhere(kind, ambient):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prepared_experts_under_a_mesh(kind):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_prepared_experts_under_a_mesh(kind, dtype):
     cfg = dataclasses.replace(CONFIG, precision="fp8")
     x, params, dy = case()
+    x, dy = x.astype(dtype), dy.astype(dtype)
     want = gradient(cfg=cfg)(x, params, dy)
     mesh = make_mesh(kind)
-    arguments = placed(mesh)
+    _, on_mesh, _ = placed(mesh)
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+    arguments = put(x), on_mesh, put(dy)
     ready = jax.device_put(dropless.prepare_experts(params, cfg), NamedSharding(mesh, P()))
     got = outputs_and_gradients(
         lambda x, p, dy, ready: objective(x, p, dy, cfg=cfg, prepared=ready)
