@@ -174,7 +174,7 @@ def test_m3_nothing_beyond_the_language_run_times_is_imported(path):
 
 
 def test_files_of_one_instruction_set_define_no_inline_function():
-    # The linker keeps one copy of an inline function for the whole library. Taken from a file that is
+    # The linker keeps one copy of an inline function for the whole library. Taken from a file
     # compiled for AVX-512, it would be an illegal instruction on every other CPU.
     folder = ROOT / "build" / "CMakeFiles" / "dropless_core.dir" / "src" / "cpu"
     objects = [
