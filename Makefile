@@ -16,6 +16,8 @@ PYTHON ?= python3
 JOBS ?= $(shell nproc)
 # Flags of `make train`, for example TRAIN_FLAGS="--text ~/books --ffn dense".
 TRAIN_FLAGS ?=
+# OFF makes a wheel without the CUDA library.
+CUDA ?= ON
 # What `make cuda` compiles for: all, native (the GPU at hand), 90a or 80.
 CUDA_ARCHITECTURES ?= all
 
@@ -41,7 +43,8 @@ build: environment $(if $(GPU),nvcc)
 	@cmake --build build -j $(JOBS)
 
 cuda: nvcc
-	@cmake --preset default -DDROPLESS_CUDA=ON -DDROPLESS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+	@cmake --preset default -DDROPLESS_TESTS=OFF -DDROPLESS_CUDA=ON \
+	  -DDROPLESS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 	@cmake --build build -j $(JOBS) --target dropless_cpu dropless_cuda
 
 train: build
@@ -50,8 +53,8 @@ train: build
 test: environment $(if $(GPU),nvcc)
 	@PYTHON=$(PYTHON) JOBS=$(JOBS) CUDA=$(if $(GPU),ON,OFF) tools/test.sh
 
-wheel: tools
-	@tools/wheel.sh
+wheel: tools $(if $(filter OFF,$(CUDA)),,nvcc)
+	@CUDA=$(CUDA) JOBS=$(JOBS) tools/wheel.sh
 
 lint: tools
 	@tools/lint.sh

@@ -4,7 +4,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-wheel="$(ls "$PWD"/dist/dropless-*.whl)"
+root="$PWD"
+wheel="$(ls "$root"/dist/dropless-*.whl)"
 size=$(stat -c %s "$wheel")
 if [ "$size" -ge 30000000 ]; then
   echo "$wheel has $size bytes; the limit is 30 MB" >&2
@@ -13,7 +14,7 @@ fi
 
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
-"$PWD/.venv/bin/python" -m venv "$folder/venv"
+"$root/.venv/bin/python" -m venv "$folder/venv"
 cd "$folder"
 
 # Only what Python itself is on PATH: no compiler, no CUDA toolkit.
@@ -48,3 +49,7 @@ PYTHON
 run pip install --quiet --disable-pip-version-check "$wheel[train]"
 run dropless-train --preset tiny --steps 3 --out "$folder/run"
 test -s "$folder/run/metrics.jsonl"
+
+# The symbols of the libraries as they are shipped; this needs nm and readelf.
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check pytest pytest-timeout
+"$folder/venv/bin/python" -m pytest -q -p no:cacheprovider "$root/tests/python/test_library.py" -k "m1 or m3"
