@@ -226,16 +226,20 @@ def _gemms(
         floor = _floor(rates, kind, flops, moved)
         return Gemm(name, kernel, tile, reason, flops, moved, floor)
 
-    def router(name: str, products: int) -> Gemm:
-        flops = products * 2 * s.t * s.h * s.e
+    def router(name: str, products: int, terms: int) -> Gemm:
+        flops = 2 * s.t * s.h * s.e
         moved = products * (s.t * s.h * s.x + s.h * s.e * s.param + s.t * s.e * 4)
-        floor = _floor(rates, "f32", flops, moved)
-        reason = "float32 products whatever the operands are, never TF32"
-        return Gemm(name, "XLA dot", None, reason, flops, moved, floor)
+        if device.platform == "cpu" or s.x == 4:
+            floor = _floor(rates, "f32", products * flops, moved)
+            reason = "float32 products whatever the experts' operands are, never TF32"
+        else:
+            floor = _floor(rates, "bf16", terms * flops, moved)
+            reason = "float32 arithmetic as bf16 products of terms that add up to it, never TF32"
+        return Gemm(name, "XLA dot", None, reason, products * flops, moved, floor)
 
     x, rows_i, rows_h = s.t * s.h, s.m * s.i, s.m * s.h
     forward = (
-        router("router", 1),
+        router("router", 1, terms=3),
         gemm(
             "gate and up, activation", "expert_up", 2 * product,
             x * operand + 2 * matrix + 2 * rows_i * saved_h + rows_i * operand,
@@ -259,7 +263,7 @@ def _gemms(
             "gradient of down", "grouped_wgrad", product,
             x * _BYTES[wgrad] + rows_i * _BYTES[wgrad] + s.e * s.h * s.i * s.param, wgrad,
         ),
-        router("router's gradients", 2),
+        router("router's gradients", 2, terms=6 + 3),
     )  # fmt: skip
     return forward, backward
 

@@ -70,6 +70,18 @@ def test_floor_is_the_slower_of_computing_and_moving():
     assert small.floor_seconds == pytest.approx(moved / 4.8e12)
 
 
+def test_floor_of_the_router_counts_its_bf16_terms():
+    tokens = 100_000
+    flops = 2 * tokens * 4096 * 128
+    cfg = dropless.models.presets["qwen3-235b-a22b"].config
+    told = dropless.explain(cfg, tokens, 4096, "NVIDIA H200")
+    assert told.forward[0].flops == flops and told.backward[-1].flops == 2 * flops
+    assert told.forward[0].floor_seconds == pytest.approx(3 * flops / 989.5e12)
+    assert told.backward[-1].floor_seconds == pytest.approx(9 * flops / 989.5e12)
+    told = dropless.explain(cfg, tokens, 4096, "NVIDIA H200", dtype=jnp.float32)
+    assert told.forward[0].floor_seconds == pytest.approx(flops / 67e12)
+
+
 def test_weights_of_idle_experts_are_not_read():
     cfg = dataclasses.replace(CFG, num_experts=1000)
     few, many = (dropless.explain(cfg, t, H, "H200").forward[2].bytes for t in (1, 2))
