@@ -26,7 +26,8 @@ class ExpertDownBackward final : public RowGemm {
     for (int i = 0; i < strip.rows; ++i) {
       const int64_t row = first_row(strip.group) + strip.m0 + i;
       for (int64_t part = row * 2; part < row * 2 + 2; ++part) {
-        prefetch_bytes(args_.h.as<char>() + row_index(part, strip.n0 + j, n) * element, cols * element);
+        prefetch_bytes(args_.h.as<char>() + row_index(part, strip.n0 + j, n) * element,
+                       cols * element);
         prefetch_columns(args_.dh, part, n, strip.n0 + j, cols);
       }
       prefetch_columns(args_.pa, row, n, strip.n0 + j, cols);
@@ -139,7 +140,8 @@ class ExpertDownBackward final : public RowGemm {
   }
 
   const ExpertDownBackwardArgs& args_;
-  mutable std::vector<float> partials_;  // [M, ceil(I/128)] sums of dA' * A; each element has one writer
+  mutable std::vector<float>
+      partials_;  // [M, ceil(I/128)] sums of dA' * A; each element has one writer
 };
 
 }  // namespace

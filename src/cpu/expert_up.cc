@@ -7,8 +7,8 @@
 namespace dropless::cpu {
 namespace {
 
-// gate and up are two n-segments that share the gathered rows of x, so that both halves of h meet in one
-// strip and A is computed where they are.
+// gate and up are two n-segments that share the gathered rows of x, so that both halves of h meet
+// in one strip and A is computed where they are.
 class ExpertUp final : public RowGemm {
  public:
   explicit ExpertUp(const ExpertUpArgs& args)
@@ -41,7 +41,8 @@ class ExpertUp final : public RowGemm {
 
  private:
   // Columns [i0, i0 + count) of one row, one block of scales.
-  void store_block(int64_t e, int64_t row, int64_t i0, int64_t count, float* gate, float* up) const {
+  void store_block(int64_t e, int64_t row, int64_t i0, int64_t count, float* gate,
+                   float* up) const {
     alignas(64) float a[kScaleBlock];
     GluForwardRow glu{};
     glu.gate = glu.h_gate = gate;

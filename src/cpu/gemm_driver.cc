@@ -15,24 +15,26 @@
 namespace dropless::cpu {
 namespace {
 
-// Packed A of one wave, where A is packed beforehand. Large enough that B is packed once for thousands of rows, small enough to stay in
-// a server's last-level cache.
+// Packed A of one wave, where A is packed beforehand. Large enough that B is packed once for
+// thousands of rows, small enough to stay in a server's last-level cache.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
-// Packed B of an item, half of a second-level cache, and the columns it may have over all n-segments: with
-// more of them a row of packed A is read from memory less often, but the strip of C grows.
+// Packed B of an item, half of a second-level cache, and the columns it may have over all
+// n-segments: with more of them a row of packed A is read from memory less often, but the strip of
+// C grows.
 constexpr int64_t kPanelBytes = int64_t{1} << 20;
 constexpr int64_t kMaxPanelColumns = 512;
 // Rows of an item whose C must wait between K blocks, in the other half of that cache.
 constexpr int64_t kItemRows = 512;
-// Panels of A packed together, so that a row is read by at least 512 contiguous bytes where it lies across
-// the panels.
+// Panels of A packed together, so that a row is read by at least 512 contiguous bytes where it lies
+// across the panels.
 constexpr int64_t kPanelsPerJob = 8;
-// Floats between the end of a row of C and the next: keeps the rows of a tile out of one another's cache
-// sets.
+// Floats between the end of a row of C and the next: keeps the rows of a tile out of one another's
+// cache sets.
 constexpr int64_t kRowPadding = 16;
-// With several threads: a run of items is about 1/8 of a thread's share of the work, for balance, but costs
-// at least 2^20 multiply-adds, some 10 microseconds, to be worth handing over. Rows are split, which packs B
-// again, only where a single item is more than 1/3 of a share, and never below 256 rows.
+// With several threads: a run of items is about 1/8 of a thread's share of the work, for balance,
+// but costs at least 2^20 multiply-adds, some 10 microseconds, to be worth handing over. Rows are
+// split, which packs B again, only where a single item is more than 1/3 of a share, and never below
+// 256 rows.
 constexpr int64_t kRunsPerThread = 8;
 constexpr int64_t kItemsPerThread = 3;
 constexpr int64_t kMinRunCost = int64_t{1} << 20;
@@ -42,7 +44,7 @@ constexpr int64_t kMinItemRows = 256;
 struct Part {
   GemmGroup group;
   std::vector<KBlock> const* blocks;
-  int64_t depth;         // packed depth over all blocks
+  int64_t depth;  // packed depth over all blocks
   int64_t m_begin, m_end;
   int64_t a_offset;      // bytes into the wave's packed A
   int64_t panel_bytes;   // of one packed panel of A, scales included
@@ -95,8 +97,7 @@ std::vector<KBlock> k_blocks(const GemmProblem& problem, const GemmKernel& kerne
 class Run {
  public:
   Run(const GemmProblem& problem, const GemmKernel& kernel, const RowOps& rows, Executor& executor)
-      : p_(problem), kernel_(kernel), rows_(rows), executor_(executor) {
-  }
+      : p_(problem), kernel_(kernel), rows_(rows), executor_(executor) {}
 
   void run() {
     if (p_.n == 0) return;
@@ -139,12 +140,12 @@ class Run {
       scales += ceil_div(b.length, kScaleBlock);
       part.longest = std::max(part.longest, b.packed_length);
     }
-    const int64_t fitting = kPanelBytes / kernel_.element_bytes / std::max<int64_t>(part.longest, 1);
+    const int64_t fitting =
+        kPanelBytes / kernel_.element_bytes / std::max<int64_t>(part.longest, 1);
     part.columns = std::min(fitting, kMaxPanelColumns) / p_.n_segments / kScaleBlock * kScaleBlock;
     part.columns = std::min(round_up(p_.n, kernel_.nr), std::max(part.columns, kScaleBlock));
     part.scale_offset = part.depth * kernel_.mr * kernel_.element_bytes;
-    part.panel_bytes =
-        part.scale_offset + (p_.scaled ? round_up(scales * kernel_.mr * 4, 64) : 0);
+    part.panel_bytes = part.scale_offset + (p_.scaled ? round_up(scales * kernel_.mr * 4, 64) : 0);
     part.panel_bytes = round_up(part.panel_bytes, 64);
     return part;
   }
@@ -195,7 +196,8 @@ class Run {
     int64_t total = 0;
     for (const Part& part : parts_) total += cost(part, part.m_end - part.m_begin, p_.n);
     const int64_t threads = executor_.concurrency();
-    const int64_t run = threads <= 1 ? total : std::max(kMinRunCost, total / (threads * kRunsPerThread));
+    const int64_t run =
+        threads <= 1 ? total : std::max(kMinRunCost, total / (threads * kRunsPerThread));
     const int64_t largest = threads <= 1 ? total : total / (threads * kItemsPerThread);
     items_.clear();
     item_begin_.assign(1, 0);
@@ -204,7 +206,8 @@ class Run {
       const Part& part = parts_[i];
       const int64_t rows = part.m_end - part.m_begin;
       int64_t step = part.blocks->size() > 1 ? std::min(rows, kItemRows) : rows;
-      const int64_t pieces = ceil_div(cost(part, rows, part.columns), std::max<int64_t>(largest, 1));
+      const int64_t pieces =
+          ceil_div(cost(part, rows, part.columns), std::max<int64_t>(largest, 1));
       step = std::min(step, std::max(ceil_div(rows, pieces), kMinItemRows));
       step = round_up(ceil_div(rows, ceil_div(rows, step)), kernel_.mr);
       for (int64_t n0 = 0; n0 < p_.n; n0 += part.columns) {
@@ -241,7 +244,8 @@ class Run {
     float* c = reinterpret_cast<float*>(c_scratch.reserve(c_rows * ldc * 4));
     const int64_t b_panels = packed_cols / kernel_.nr * p_.n_segments;
     const int64_t b_bytes = part.longest * kernel_.nr * kernel_.element_bytes;
-    static thread_local Scratch b_scratch;  // <= kPanelBytes, or 128 columns a segment, and their scales
+    static thread_local Scratch
+        b_scratch;  // <= kPanelBytes, or 128 columns a segment, and their scales
     const int64_t scale_stride = packed_cols * p_.n_segments;
     const int64_t scale_bytes =
         p_.scaled ? ceil_div(part.longest, kScaleBlock) * scale_stride * 4 : 0;
@@ -255,14 +259,15 @@ class Run {
       if (block != nullptr) {
         for (int s = 0; s < p_.n_segments; ++s) {
           p_.pack_b(kernel_, part.group, s, item.n0, item.cols, *block,
-                    b + s * (b_panels / p_.n_segments) * b_bytes, b_bytes, b_scales + s * packed_cols,
-                    scale_stride);
+                    b + s * (b_panels / p_.n_segments) * b_bytes, b_bytes,
+                    b_scales + s * packed_cols, scale_stride);
         }
       }
       for (int64_t m = item.m_begin; m < item.m_end; m += kernel_.mr) {
         const int count = static_cast<int>(std::min<int64_t>(kernel_.mr, item.m_end - m));
         float* strip_c = keep_c ? c + (m - item.m_begin) * ldc : c;
-        const GemmStrip strip = {part.group.index, m, count, item.n0, item.cols, strip_c, ldc, packed_cols};
+        const GemmStrip strip = {part.group.index, m,       count, item.n0,
+                                 item.cols,        strip_c, ldc,   packed_cols};
         if (block == nullptr) {
           std::memset(strip_c, 0, kernel_.mr * ldc * 4);
         } else {
@@ -274,23 +279,23 @@ class Run {
     }
   }
 
-  // One panel of A times all panels of B. Between the tiles the next panel of A and, before a store, the
-  // lines of the result are asked for.
-  void multiply_strip(const Part& part, const Item& item, const KBlock& block, const GemmStrip& strip,
-                      const char* b, int64_t b_panels, int64_t b_bytes, const float* b_scales,
-                      int64_t scale_stride, bool accumulate, bool last) {
+  // One panel of A times all panels of B. Between the tiles the next panel of A and, before a
+  // store, the lines of the result are asked for.
+  void multiply_strip(const Part& part, const Item& item, const KBlock& block,
+                      const GemmStrip& strip, const char* b, int64_t b_panels, int64_t b_bytes,
+                      const float* b_scales, int64_t scale_stride, bool accumulate, bool last) {
     const float* a_scales = nullptr;
     const char* a = packed_a(part, block, strip, &a_scales);
     const int64_t next = strip.m0 + kernel_.mr;
     const int64_t next_rows = std::min<int64_t>(kernel_.mr, item.m_end - next);
     const int64_t per_segment = b_panels / p_.n_segments;
     for (int64_t j = 0; j < b_panels; ++j) {
-      multiply(block, strip.rows, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr, scale_stride,
-               strip.c + j * kernel_.nr, strip.ldc, accumulate);
+      multiply(block, strip.rows, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr,
+               scale_stride, strip.c + j * kernel_.nr, strip.ldc, accumulate);
       if (!p_.scaled && next_rows > 0) {
         p_.prefetch_a(part.group, next, next_rows, block, j, b_panels);
       }
-      if (last) {
+      if (last && kernel_.prefetch_store) {
         const int64_t n = j % per_segment * kernel_.nr;
         p_.prefetch_store(strip, static_cast<int>(j / per_segment), n,
                           std::min<int64_t>(kernel_.nr, strip.cols - n));
@@ -303,7 +308,8 @@ class Run {
     if (p_.scaled) {
       const char* panel =
           packed_a_ + part.a_offset + (strip.m0 - part.m_begin) / kernel_.mr * part.panel_bytes;
-      *scales = reinterpret_cast<const float*>(panel + part.scale_offset) + block.scale_begin * kernel_.mr;
+      *scales = reinterpret_cast<const float*>(panel + part.scale_offset) +
+                block.scale_begin * kernel_.mr;
       return panel + block.packed_begin * kernel_.mr * kernel_.element_bytes;
     }
     static thread_local Scratch scratch;  // <= mr * k_block elements
@@ -313,7 +319,8 @@ class Run {
   }
 
   void multiply(const KBlock& block, int count, const char* a, const float* a_scales, const char* b,
-                const float* b_scales, int64_t scale_stride, float* c, int64_t ldc, bool accumulate) {
+                const float* b_scales, int64_t scale_stride, float* c, int64_t ldc,
+                bool accumulate) {
     if (!p_.scaled) {
       kernel_.multiply(count, block.packed_length, a, b, c, ldc, accumulate);
       return;

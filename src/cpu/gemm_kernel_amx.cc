@@ -13,8 +13,9 @@
 namespace dropless::cpu {
 namespace {
 
-// A tile register holds 16 rows of 64 bytes. Four accumulate 32 x 32 floats of C, two hold 32 rows of A
-// and two 32 columns of B: each tile loaded is used twice, the most that eight registers allow.
+// A tile register holds 16 rows of 64 bytes. Four accumulate 32 x 32 floats of C, two hold 32 rows
+// of A and two 32 columns of B: each tile loaded is used twice, the most that eight registers
+// allow.
 constexpr int kTile = 16;
 constexpr int kMr = 2 * kTile;
 constexpr int kNr = 2 * kTile;
@@ -22,11 +23,14 @@ constexpr int kDepth = 32;  // of the contraction in one tile
 constexpr int64_t kTileBytes = 1024;
 
 // A step of 32 along the contraction is two tiles, 2 KiB of each panel:
-//   A: rows 0-15 then 16-31, each [16 rows, 32 bf16];  B: columns 0-15 then 16-31, each [16 pairs, 16, 2].
+//   A: rows 0-15 then 16-31, each [16 rows, 32 bf16];  B: columns 0-15 then 16-31, each [16 pairs,
+//   16, 2].
 
-// One step of a panel whose pairs come from rows of the contraction; tiles of A are transposed after that.
+// One step of a panel whose pairs come from rows of the contraction; tiles of A are transposed
+// after that.
 template <bool kTranspose>
-void pack_step_from_columns(const void* const* rows, int64_t offset, int count, int64_t depth, char* out) {
+void pack_step_from_columns(const void* const* rows, int64_t offset, int count, int64_t depth,
+                            char* out) {
   __m512i low[16], high[16];
   if (count == kMr && depth == kDepth) {
     for (int p = 0; p < 16; ++p) {
@@ -50,7 +54,8 @@ template <bool kTranspose>
 void pack_from_columns(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
   char* out = static_cast<char*>(panel);
   for (int64_t k0 = 0; k0 < k; k0 += kDepth, out += 2 * kTileBytes) {
-    pack_step_from_columns<kTranspose>(rows + k0, offset, count, k - k0 < kDepth ? k - k0 : kDepth, out);
+    pack_step_from_columns<kTranspose>(rows + k0, offset, count, k - k0 < kDepth ? k - k0 : kDepth,
+                                       out);
   }
 }
 
@@ -72,7 +77,8 @@ void pack_b_transposed(const void* const* rows, int64_t offset, int count, int64
   }
 }
 
-// Row by row: the source is read as it lies in memory, each row's 64 bytes are a line of their tile.
+// Row by row: the source is read as it lies in memory, each row's 64 bytes are a line of their
+// tile.
 void pack_a(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
   for (int w = 0; w < kMr; ++w) {
     char* out = static_cast<char*>(panel) + w * 64;  // the second tile follows the first
@@ -102,8 +108,8 @@ constexpr TileConfig make_config() {
   return config;
 }
 
-// All eight registers are 16 x 64 bytes. In static memory: GCC's intrinsic claims to read 8 bytes only, and
-// would let the stores to the rest of a local be dropped.
+// All eight registers are 16 x 64 bytes. In static memory: GCC's intrinsic claims to read 8 bytes
+// only, and would let the stores to the rest of a local be dropped.
 constexpr TileConfig kConfig = make_config();
 
 // Whoever used tiles on this thread before gets that configuration back.
@@ -177,15 +183,27 @@ void multiply(int rows, int64_t k, const void* a, const void* b, float* c, int64
   run(k, static_cast<const char*>(a), static_cast<const char*>(b), c, ldc, accumulate);
 }
 
-// 512 columns of B over half this depth, or 256 over all of it, are 1 MiB. Measured against 512, which keeps
-// a panel of A in the first-level cache: the longer sum wins, as C is not read and written between blocks.
+// 512 columns of B over half this depth, or 256 over all of it, are 1 MiB. Measured against 512,
+// which keeps a panel of A in the first-level cache: the longer sum wins, as C is not read and
+// written between blocks.
 constexpr int64_t kKBlock = 2048;
 
 }  // namespace
 
-const GemmKernel kAmxBf16Kernel = {
-    "amx_bf16", kMr,   kNr, kDepth,  kKBlock, 2, pack_a, pack_from_columns<true>, pack_from_columns<false>,
-    pack_b_transposed, begin, end, multiply};
+const GemmKernel kAmxBf16Kernel = {"amx_bf16",
+                                   kMr,
+                                   kNr,
+                                   kDepth,
+                                   kKBlock,
+                                   2,
+                                   false,
+                                   pack_a,
+                                   pack_from_columns<true>,
+                                   pack_from_columns<false>,
+                                   pack_b_transposed,
+                                   begin,
+                                   end,
+                                   multiply};
 
 }  // namespace dropless::cpu
 

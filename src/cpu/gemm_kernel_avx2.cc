@@ -16,7 +16,8 @@ constexpr int kMr = 6;
 constexpr int kNr = 16;
 
 template <int kRows>
-void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t ldc, bool accumulate) {
+void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t ldc,
+                   bool accumulate) {
   __m256 acc[kRows][2];
   for (int m = 0; m < kRows; ++m) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
   for (int64_t i = 0; i < k; ++i, a += kMr, b += kNr) {

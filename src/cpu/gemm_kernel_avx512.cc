@@ -14,13 +14,14 @@
 namespace dropless::cpu {
 namespace {
 
-// 12 x 32 floats of C are 24 of the 32 registers. Per step of k: 24 FMAs take 12 cycles, 2 loads of B and
-// 12 broadcasts of A fit beside them.
+// 12 x 32 floats of C are 24 of the 32 registers. Per step of k: 24 FMAs take 12 cycles, 2 loads of
+// B and 12 broadcasts of A fit beside them.
 constexpr int kMr = 12;
 constexpr int kNr = 32;
 
 template <int kRows>
-void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t ldc, bool accumulate) {
+void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t ldc,
+                   bool accumulate) {
   __m512 acc[kRows][2];
 #pragma GCC unroll 12
   for (int m = 0; m < kRows; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
@@ -36,7 +37,8 @@ void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t 
 #pragma GCC unroll 12
   for (int m = 0; m < kRows; ++m, c += ldc) {
     for (int v = 0; v < 2; ++v) {
-      const __m512 sum = accumulate ? _mm512_add_ps(_mm512_loadu_ps(c + v * 16), acc[m][v]) : acc[m][v];
+      const __m512 sum =
+          accumulate ? _mm512_add_ps(_mm512_loadu_ps(c + v * 16), acc[m][v]) : acc[m][v];
       _mm512_storeu_ps(c + v * 16, sum);
     }
   }

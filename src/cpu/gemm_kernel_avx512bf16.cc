@@ -60,7 +60,8 @@ void multiply_rows(int64_t k, const uint32_t* a, const uint32_t* b, float* c, in
 #pragma GCC unroll 12
   for (int m = 0; m < kRows; ++m, c += ldc) {
     for (int v = 0; v < 2; ++v) {
-      const __m512 sum = accumulate ? _mm512_add_ps(_mm512_loadu_ps(c + v * 16), acc[m][v]) : acc[m][v];
+      const __m512 sum =
+          accumulate ? _mm512_add_ps(_mm512_loadu_ps(c + v * 16), acc[m][v]) : acc[m][v];
       _mm512_storeu_ps(c + v * 16, sum);
     }
   }
@@ -95,6 +96,7 @@ const GemmKernel kAvx512DotBf16Kernel = {"avx512_bf16",
                                          2,
                                          kKBlock,
                                          2,
+                                         true,
                                          pack<kMr, true>,
                                          pack<kMr, false>,
                                          pack<kNr, false>,

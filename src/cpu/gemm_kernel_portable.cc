@@ -1,4 +1,5 @@
-// The micro-kernel for any CPU: plain loops over vectors of four floats, and the simplest one to read.
+// The micro-kernel for any CPU: plain loops over vectors of four floats, and the simplest one to
+// read.
 #include "cpu/gemm_kernel.h"
 #include "cpu/pack_f32.h"
 #include "cpu/row_ops.h"
@@ -6,12 +7,14 @@
 namespace dropless::cpu {
 namespace {
 
-// A 4 x 8 tile of C takes 8 of the 16 vector registers of the smallest machines (SSE2, NEON has 32).
+// A 4 x 8 tile of C takes 8 of the 16 vector registers of the smallest machines (SSE2, NEON has
+// 32).
 constexpr int kMr = 4;
 constexpr int kNr = 8;
 constexpr int kVectors = kNr / kLanes;
 
-void multiply(int, int64_t k, const void* a, const void* b, float* c, int64_t ldc, bool accumulate) {
+void multiply(int, int64_t k, const void* a, const void* b, float* c, int64_t ldc,
+              bool accumulate) {
   const float* pa = static_cast<const float*>(a);  // [k, kMr]
   const float* pb = static_cast<const float*>(b);  // [k, kNr]
   VF acc[kMr][kVectors] = {};

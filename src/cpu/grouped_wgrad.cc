@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMaxJobColumns = 512;  // of A packed by one call: 8 panels of any kernel
 
-// dw[e] = x^T dy over the rows of expert e: the groups lie on the contraction, so each has its own k.
+// dw[e] = x^T dy over the rows of expert e: the groups lie on the contraction, so each has its own
+// k.
 class GroupedWgrad final : public GemmProblem {
  public:
   explicit GroupedWgrad(const GroupedWgradArgs& args)
@@ -62,8 +63,8 @@ class GroupedWgrad final : public GemmProblem {
     }
   }
 
-  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block, int64_t part,
-                  int64_t parts) const override {
+  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block,
+                  int64_t part, int64_t parts) const override {
     const int64_t first = first_row_[group.index] + block.begin;
     const int64_t element = size_of(args_.x.dtype);
     for (int64_t k = block.length * part / parts; k < block.length * (part + 1) / parts; ++k) {
@@ -88,7 +89,8 @@ class GroupedWgrad final : public GemmProblem {
       }
       for (int64_t j = 0; j < count; j += kernel.nr) {
         kernel.pack_b(source, offset + j, static_cast<int>(std::min<int64_t>(kernel.nr, count - j)),
-                      depth, out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
+                      depth,
+                      out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
       }
     }
   }
@@ -119,7 +121,8 @@ class GroupedWgrad final : public GemmProblem {
   }
 
   // Pointers to the rows of a K block; valid until the thread's next call.
-  const void* const* rows_of(const RowSource& x, const GemmGroup& group, const KBlock& block) const {
+  const void* const* rows_of(const RowSource& x, const GemmGroup& group,
+                             const KBlock& block) const {
     static thread_local std::vector<const void*> rows;  // <= k_block
     rows.resize(block.length);
     const int64_t first = first_row_[group.index] + block.begin;
@@ -128,13 +131,14 @@ class GroupedWgrad final : public GemmProblem {
   }
 
   // Columns [offset, offset + count) of <= 128 rows as bfloat16 e4m3 codes with a scale a column.
-  const void* const* quantized(const void* const* rows, int64_t depth, int64_t offset, int64_t count,
-                               float* scale) const {
+  const void* const* quantized(const void* const* rows, int64_t depth, int64_t offset,
+                               int64_t count, float* scale) const {
     static thread_local Scratch scratch;  // <= 128 * (256 * 6 + 8) + 1024 bytes
     static thread_local const void* pointers[kScaleBlock];
-    float* values = reinterpret_cast<float*>(scratch.reserve((depth * 6 + 4) * count));  // [depth, count]
-    float* inverse = values + depth * count;                                             // [count]
-    auto* codes = reinterpret_cast<uint16_t*>(inverse + count);                          // [depth, count]
+    float* values =
+        reinterpret_cast<float*>(scratch.reserve((depth * 6 + 4) * count));  // [depth, count]
+    float* inverse = values + depth * count;                                 // [count]
+    auto* codes = reinterpret_cast<uint16_t*>(inverse + count);              // [depth, count]
     const RowOps& ops = *kernels_.rows;
     for (int64_t i = 0; i < depth; ++i) {
       if (args_.x.dtype == DType::kF32) {

@@ -1,5 +1,6 @@
-// Packing for the micro-kernels that multiply float32: panels are [k, width] floats, and bfloat16 operands
-// are widened (exactly) on the way. Unnamed namespace, no standard library: see gemm_kernel.h.
+// Packing for the micro-kernels that multiply float32: panels are [k, width] floats, and bfloat16
+// operands are widened (exactly) on the way. Unnamed namespace, no standard library: see
+// gemm_kernel.h.
 #pragma once
 
 #include <cstdint>
@@ -75,6 +76,7 @@ constexpr GemmKernel make_f32_kernel(const char* name, Multiply multiply) {
           1,
           kF32KBlock,
           sizeof(float),
+          true,
           pack_transposed<kMr, Source>,
           pack_depth_major<kMr, Source>,
           pack_depth_major<kNr, Source>,

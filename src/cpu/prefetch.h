@@ -1,5 +1,5 @@
-// Hints to the memory system. The packed loops know long before what they will touch; the hardware sees
-// only rows that are far apart.
+// Hints to the memory system. The packed loops know long before what they will touch; the hardware
+// sees only rows that are far apart.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ inline void prefetch_bytes(const void* p, int64_t bytes) {
 inline void prefetch_for_write(void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) {
 #if defined(__x86_64__)
-    // __builtin_prefetch(p, 1) means this only under -mprfchw; the instruction is harmless where unknown.
+    // __builtin_prefetch(p, 1) means this only under -mprfchw; the instruction is harmless where
+    // unknown.
     __asm__ volatile("prefetchw %0" : : "m"(static_cast<char*>(p)[i]));
 #else
     __builtin_prefetch(static_cast<char*>(p) + i, 1, 2);

@@ -10,7 +10,8 @@ namespace dropless::cpu {
 namespace {
 
 // Reads n <= 128 elements as fp32, into `buffer` or where they are.
-const float* read(const RowOps& ops, const ConstTensor& x, int64_t index, int64_t n, float* buffer) {
+const float* read(const RowOps& ops, const ConstTensor& x, int64_t index, int64_t n,
+                  float* buffer) {
   if (x.dtype == DType::kF32) return x.as<float>() + index;
   ops.bf16_to_f32(x.as<uint16_t>() + index, buffer, n);
   return buffer;

@@ -12,8 +12,8 @@
 namespace dropless::cpu {
 namespace {
 
-// Rows of B packed at a time when they run along n: few enough that what the panels side by side read of
-// them is still in the first-level cache for the last panel. A multiple of every k_step.
+// Rows of B packed at a time when they run along n: few enough that what the panels side by side
+// read of them is still in the first-level cache for the last panel. A multiple of every k_step.
 constexpr int64_t kPackRows = 32;
 
 constexpr int64_t kMaxPanelRows = 64;  // mr or nr of any kernel
@@ -29,7 +29,8 @@ int64_t row_elements(const ConstTensor& x) {
 RowSource::RowSource(const ConstTensor& x)
     : dtype_(x.dtype), data_(x.as<char>()), row_bytes_(row_elements(x) * size_of(x.dtype)) {}
 
-RowSource::RowSource(const ConstTensor& x, const ConstTensor& slot_of_row, int64_t experts_per_token)
+RowSource::RowSource(const ConstTensor& x, const ConstTensor& slot_of_row,
+                     int64_t experts_per_token)
     : RowSource(x) {
   gathered_ = true;
   index_.resize(slot_of_row.dims[0]);
@@ -43,7 +44,8 @@ RowSource::RowSource(const ConstTensor& x, const ConstTensor& slot_of_row, int64
 const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* const* rows,
                                 int64_t row_count, int64_t length, int64_t* offset) {
   if (dtype != DType::kF8E4M3) return rows;
-  static thread_local Scratch scratch;  // <= max(64 * 256, 64 * k_block) bfloat16 and their pointers
+  static thread_local Scratch
+      scratch;  // <= max(64 * 256, 64 * k_block) bfloat16 and their pointers
   const int64_t stride = (length + 31) / 32 * 32;
   char* data = scratch.reserve(row_count * (stride * 2 + static_cast<int64_t>(sizeof(void*))));
   auto** pointers = reinterpret_cast<const void**>(data + row_count * stride * 2);
@@ -56,8 +58,7 @@ const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* cons
   return pointers;
 }
 
-RowGemm::RowGemm(RowSource a, const ConstTensor& a_scale, const ConstTensor& offsets,
-                 int64_t rows)
+RowGemm::RowGemm(RowSource a, const ConstTensor& a_scale, const ConstTensor& offsets, int64_t rows)
     : kernels_(kernels()), a_(std::move(a)), a_scale_(a_scale) {
   const int64_t experts = offsets.dims[0] - 1;
   for (int64_t e = 0; e < experts; ++e) {
@@ -77,7 +78,8 @@ void RowGemm::add_matrix(const ConstTensor& b, const ConstTensor& b_scale, bool 
 }
 
 void RowGemm::run(Executor& executor) const {
-  run_gemm(*this, a_.dtype() == DType::kF32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows, executor);
+  run_gemm(*this, a_.dtype() == DType::kF32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows,
+           executor);
 }
 
 void RowGemm::pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
@@ -131,21 +133,20 @@ void RowGemm::pack_b(const GemmKernel& kernel, const GemmGroup& group, int segme
       int64_t offset = block.begin;
       const void* const* source =
           decoded_rows(*kernels_.rows, b.values.dtype, rows, cols, block.length, &offset);
-      kernel.pack_b_transposed(source, offset, cols, block.length, out + j / kernel.nr * panel_bytes);
+      kernel.pack_b_transposed(source, offset, cols, block.length,
+                               out + j / kernel.nr * panel_bytes);
     }
   } else {
     for (int64_t k = 0; k < block.length; k += kPackRows) {
       const int64_t depth = std::min(kPackRows, block.length - k);
       for (int64_t i = 0; i < depth; ++i) rows[i] = matrix + (block.begin + k + i) * n * element;
-      for (int64_t i = 0; i < std::min(kPackRows, block.length - k - kPackRows); ++i) {
-        prefetch_bytes(matrix + ((block.begin + k + kPackRows + i) * n + n0) * element, count * element);
-      }
       int64_t offset = n0;
       const void* const* source =
           decoded_rows(*kernels_.rows, b.values.dtype, rows, depth, count, &offset);
       for (int64_t j = 0; j < count; j += kernel.nr) {
         kernel.pack_b(source, offset + j, static_cast<int>(std::min<int64_t>(kernel.nr, count - j)),
-                      depth, out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
+                      depth,
+                      out + j / kernel.nr * panel_bytes + k * kernel.nr * kernel.element_bytes);
       }
     }
   }
@@ -182,7 +183,8 @@ void clear_scales_outside(const ConstTensor& offsets, const Tensor& scale) {
   std::fill(scale.as<float>() + used.end * width, scale.as<float>() + rows * width, 1.0f);
 }
 
-void write_values(const RowOps& ops, const Tensor& out, int64_t index, const float* values, int64_t n) {
+void write_values(const RowOps& ops, const Tensor& out, int64_t index, const float* values,
+                  int64_t n) {
   if (out.dtype == DType::kBF16) {
     ops.f32_to_bf16(values, out.as<uint16_t>() + index, n);
   } else {

@@ -1,4 +1,5 @@
-// Rows times their expert's matrix: the operands that grouped_gemm and the experts' GEMMs have in common.
+// Rows times their expert's matrix: the operands that grouped_gemm and the experts' GEMMs have in
+// common.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,9 @@ class RowSource {
   std::vector<char> zeros_;     // one row
 };
 
-// rows[0..row_count), of dtype float8 decoded to bfloat16 from `offset` on for `length` elements; else as
-// they are. `offset` becomes 0 if they were decoded. The pointers stay valid until the thread's next call.
+// rows[0..row_count), of dtype float8 decoded to bfloat16 from `offset` on for `length` elements;
+// else as they are. `offset` becomes 0 if they were decoded. The pointers stay valid until the
+// thread's next call.
 const void* const* decoded_rows(const RowOps& ops, DType dtype, const void* const* rows,
                                 int64_t row_count, int64_t length, int64_t* offset);
 
@@ -44,14 +46,15 @@ class RowGemm : public GemmProblem {
  public:
   RowGemm(RowSource a, const ConstTensor& a_scale, const ConstTensor& offsets, int64_t rows);
 
-  // Adds the matrix [E, k, n] ([E, n, k] if transposed) with its scales; all must agree in shape. The first
-  // one gives the size of the problem; further ones lie beside it (n_segments) or below it (k_segments).
+  // Adds the matrix [E, k, n] ([E, n, k] if transposed) with its scales; all must agree in shape.
+  // The first one gives the size of the problem; further ones lie beside it (n_segments) or below
+  // it (k_segments).
   void add_matrix(const ConstTensor& b, const ConstTensor& b_scale, bool transposed);
 
   void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
               const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const override;
-  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block, int64_t part,
-                  int64_t parts) const override;
+  void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block,
+                  int64_t part, int64_t parts) const override;
   void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
               int64_t count, const KBlock& block, void* panels, int64_t panel_bytes, float* scales,
               int64_t scale_stride) const override;
@@ -78,13 +81,14 @@ class RowGemm : public GemmProblem {
   int64_t k_ = 0;
 };
 
-// Zeros the rows of `out` [M, ...] that belong to no expert; scales of float8 outputs become 1, as those of
-// any all-zero block.
+// Zeros the rows of `out` [M, ...] that belong to no expert; scales of float8 outputs become 1, as
+// those of any all-zero block.
 void clear_rows_outside(const ConstTensor& offsets, const Tensor& out);
 void clear_scales_outside(const ConstTensor& offsets, const Tensor& scale);
 
 // Writes n floats as out's dtype (float32 or bfloat16) at element `index`.
-void write_values(const RowOps& ops, const Tensor& out, int64_t index, const float* values, int64_t n);
+void write_values(const RowOps& ops, const Tensor& out, int64_t index, const float* values,
+                  int64_t n);
 
 // Asks for columns [n, n + count) of row `row` of out [R, width] ahead of a write.
 void prefetch_columns(const Tensor& out, int64_t row, int64_t width, int64_t n, int64_t count);

@@ -1,5 +1,5 @@
-// Element-wise work around the GEMMs, for the instruction set that the including file is compiled for.
-// Unnamed namespace, no standard library: see gemm_kernel.h.
+// Element-wise work around the GEMMs, for the instruction set that the including file is compiled
+// for. Unnamed namespace, no standard library: see gemm_kernel.h.
 #pragma once
 
 #include <cstdint>
@@ -45,14 +45,14 @@ void e4m3_to_f32(const uint8_t* x, float scale, float* y, int64_t n) {
 }
 
 void add(const float* x, float* y, int64_t n) {
-  for_vectors(n, [=](int64_t i, int64_t c) { put(y + i, get<VF>(x + i, c) + get<VF>(y + i, c), c); });
+  for_vectors(n,
+              [=](int64_t i, int64_t c) { put(y + i, get<VF>(x + i, c) + get<VF>(y + i, c), c); });
 }
 
 float dot(const float* x, const float* y, int64_t n) {
   VF total{};
-  for_vectors(n, [&](int64_t i, int64_t c) {
-    total = fma(get<VF>(x + i, c), get<VF>(y + i, c), total);
-  });
+  for_vectors(
+      n, [&](int64_t i, int64_t c) { total = fma(get<VF>(x + i, c), get<VF>(y + i, c), total); });
   return sum(total);
 }
 
@@ -66,7 +66,8 @@ void add_scaled(const float* t, int64_t ldt, const float* a_scale, const float* 
   }
 }
 
-// ---- Gated activations ----------------------------------------------------------------------------
+// ---- Gated activations
+// ----------------------------------------------------------------------------
 
 enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind
 
@@ -75,7 +76,8 @@ struct Activated {
   VF slope;
 };
 
-// The cumulative normal distribution and its density by libm; GELU by erf is rare, and its tail needs erfc.
+// The cumulative normal distribution and its density by libm; GELU by erf is rare, and its tail
+// needs erfc.
 DROPLESS_INLINE Activated gelu(VF z) {
   float in[kLanes], value[kLanes], slope[kLanes];
   store(in, z);
@@ -98,10 +100,10 @@ DROPLESS_INLINE Activated activate(VF z) {
   } else {
     // 0.5 (1 + tanh w) = sigmoid(2 w) with w = sqrt(2 / pi) (z + 0.044715 z^3).
     const VF square = z * z;
-    const VF s = sigmoid(z * fma(square, splat(2 * 0.79788456080286536f * 0.044715f),
-                                 2 * 0.79788456080286536f));
-    const VF twice_dw = fma(square, splat(6 * 0.79788456080286536f * 0.044715f),
-                            2 * 0.79788456080286536f);
+    const VF s = sigmoid(
+        z * fma(square, splat(2 * 0.79788456080286536f * 0.044715f), 2 * 0.79788456080286536f));
+    const VF twice_dw =
+        fma(square, splat(6 * 0.79788456080286536f * 0.044715f), 2 * 0.79788456080286536f);
     return {z * s, s * fma(z * (1.0f - s), twice_dw, 1.0f)};
   }
 }
@@ -150,7 +152,8 @@ float glu_backward(const GluBackwardRow& row) {
   return glu_backward_as<kGeluTanh>(row);
 }
 
-// ---- FP8 ------------------------------------------------------------------------------------------
+// ---- FP8
+// ------------------------------------------------------------------------------------------
 
 DROPLESS_INLINE VF finite_magnitude(VF x) {
   const VF magnitude = abs(x);
@@ -159,7 +162,8 @@ DROPLESS_INLINE VF finite_magnitude(VF x) {
 
 float finite_amax(const float* x, int64_t n) {
   VF best{};
-  for_vectors(n, [&](int64_t i, int64_t c) { best = max(best, finite_magnitude(get<VF>(x + i, c))); });
+  for_vectors(n,
+              [&](int64_t i, int64_t c) { best = max(best, finite_magnitude(get<VF>(x + i, c))); });
   return largest(best);
 }
 
@@ -174,7 +178,8 @@ void quantize(const float* x, float inverse_scale, uint8_t* q, int64_t n) {
 void finite_amax_columns(const float* x, int64_t ld, int64_t rows, int64_t n, float* amax) {
   for_vectors(n, [=](int64_t i, int64_t c) {
     VF best{};
-    for (int64_t r = 0; r < rows; ++r) best = max(best, finite_magnitude(get<VF>(x + r * ld + i, c)));
+    for (int64_t r = 0; r < rows; ++r)
+      best = max(best, finite_magnitude(get<VF>(x + r * ld + i, c)));
     put(amax + i, best, c);
   });
 }
@@ -187,8 +192,18 @@ void quantize_columns_to_bf16(const float* x, const float* inverse_scale, uint16
 }
 
 constexpr RowOps kRowOps = {
-    f32_to_bf16, bf16_to_f32,  e4m3_to_bf16, e4m3_to_f32, add,      dot,
-    add_scaled,  glu_forward,  glu_backward, finite_amax, quantize, finite_amax_columns,
+    f32_to_bf16,
+    bf16_to_f32,
+    e4m3_to_bf16,
+    e4m3_to_f32,
+    add,
+    dot,
+    add_scaled,
+    glu_forward,
+    glu_backward,
+    finite_amax,
+    quantize,
+    finite_amax_columns,
     quantize_columns_to_bf16,
 };
 

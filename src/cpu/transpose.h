@@ -14,7 +14,8 @@ namespace {
 
 #if defined(__AVX512F__)
 
-// Shuffles move twice as far in each of four rounds: dwords, pairs of them, 128-bit lanes, pairs of lanes.
+// Shuffles move twice as far in each of four rounds: dwords, pairs of them, 128-bit lanes, pairs of
+// lanes.
 inline void transpose_16x16(__m512i r[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {

@@ -1,6 +1,6 @@
-// Vector arithmetic for the element-wise work, at the width of whatever instruction set the including file
-// is compiled for. Everything is in an unnamed namespace and nothing of the standard library is used: see
-// gemm_kernel.h for why.
+// Vector arithmetic for the element-wise work, at the width of whatever instruction set the
+// including file is compiled for. Everything is in an unnamed namespace and nothing of the standard
+// library is used: see gemm_kernel.h for why.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +86,8 @@ DROPLESS_INLINE VF min(VF a, VF b) { return a < b ? a : b; }
 DROPLESS_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
 DROPLESS_INLINE VF abs(VF x) { return floats(bits(x) & 0x7fffffffu); }
 
-// a * b + c; fused where the instruction set has it (contraction by the compiler is off everywhere).
+// a * b + c; fused where the instruction set has it (contraction by the compiler is off
+// everywhere).
 DROPLESS_INLINE VF fma(VF a, VF b, VF c) {
 #if defined(__AVX512F__)
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -128,8 +129,9 @@ DROPLESS_INLINE VU bf16_bits(VF x) {
 DROPLESS_INLINE VH narrow_bf16(VF x) { return __builtin_convertvector(bf16_bits(x), VH); }
 DROPLESS_INLINE VF round_bf16(VF x) { return floats(bf16_bits(x) << 16); }
 
-// e^x to about 1 unit in the last place, for x in [-87, 88]; smaller and larger x are clamped there.
-// x = n ln 2 + r with |r| <= ln 2 / 2, and a Taylor polynomial of degree 7 for e^r (error 3e-9 relative).
+// e^x to about 1 unit in the last place, for x in [-87, 88]; smaller and larger x are clamped
+// there. x = n ln 2 + r with |r| <= ln 2 / 2, and a Taylor polynomial of degree 7 for e^r (error
+// 3e-9 relative).
 DROPLESS_INLINE VF exp(VF x) {
   const VF low = splat(-87.0f), high = splat(88.0f);
   x = x < low ? low : x;
@@ -138,8 +140,8 @@ DROPLESS_INLINE VF exp(VF x) {
   const VF magic = splat(12582912.0f);
   VF shifted = fma(x, 1.44269504088896341f, magic);
   VF n = shifted - magic;
-  VF r = fma(n, -0.693359375f, x);           // the leading bits of ln 2: exact without FMA too
-  r = fma(n, 2.12194440054690583e-4f, r);    // the rest of ln 2
+  VF r = fma(n, -0.693359375f, x);         // the leading bits of ln 2: exact without FMA too
+  r = fma(n, 2.12194440054690583e-4f, r);  // the rest of ln 2
   VF p = fma(splat(1.98412698e-4f), r, 1.38888889e-3f);
   p = fma(p, r, 8.33333333e-3f);
   p = fma(p, r, 4.16666667e-2f);
@@ -151,8 +153,8 @@ DROPLESS_INLINE VF exp(VF x) {
 
 DROPLESS_INLINE VF sigmoid(VF x) { return 1.0f / (1.0f + exp(-x)); }
 
-// The value of an e4m3 code. Below 8 the codes are multiples of 2^-9; above, the exponent's bias moves
-// from 7 to 127. 0x7f is NaN.
+// The value of an e4m3 code. Below 8 the codes are multiples of 2^-9; above, the exponent's bias
+// moves from 7 to 127. 0x7f is NaN.
 DROPLESS_INLINE VF decode_e4m3(VU code) {
   VU magnitude = code & 0x7fu;
   VF small = __builtin_convertvector((VI)magnitude, VF) * 0x1p-9f;

@@ -35,9 +35,9 @@ Array dequantized(const Array& q, const Array& scale) {
   return x;
 }
 
-// Equal but for values so close to the middle of two codes that a last bit decided: at most one code
-// apart. Neighbouring codes differ by up to an eighth of the value, and by 2^-9 scales near zero; scales
-// follow the block's largest value, hence the second term.
+// Equal but for values so close to the middle of two codes that a last bit decided: at most one
+// code apart. Neighbouring codes differ by up to an eighth of the value, and by 2^-9 scales near
+// zero; scales follow the block's largest value, hence the second term.
 ::testing::AssertionResult within_one_code(const Array& got, const Array& got_scale,
                                            const Array& expected, const Array& expected_scale) {
   const Array a = dequantized(got, got_scale), b = dequantized(expected, expected_scale);
@@ -58,7 +58,8 @@ DType h_dtype(const Case& c) {
   return c.fp8_h ? DType::kF8E4M3 : DType::kBF16;
 }
 
-// Rows of `x` [M, 2, I] as [M * 2, I]: the comparison's stripes then never mix gate and up with tails.
+// Rows of `x` [M, 2, I] as [M * 2, I]: the comparison's stripes then never mix gate and up with
+// tails.
 Array flat(const Array& x) {
   Array y(x.dtype(), {x.dim(0) * x.dim(1), x.dim(2)});
   if (x.size() > 0) std::memcpy(y.view().data, x.view().data, x.view().bytes());
@@ -137,8 +138,8 @@ void expect_up(const Groups& groups, int64_t width, int64_t hidden, const Case& 
   EXPECT_TRUE(got.h.same_bits(again.h) && got.h_scale.same_bits(again.h_scale));
   EXPECT_TRUE(got.a.same_bits(again.a) && got.a_scale.same_bits(again.a_scale));
 
-  // A belongs to h as it was rounded, however h is stored; so it is checked against an h that can be read
-  // back: its own rounding, and 8 fp32 roundings of the activation.
+  // A belongs to h as it was rounded, however h is stored; so it is checked against an h that can
+  // be read back: its own rounding, and 8 fp32 roundings of the activation.
   Up::Out plain = got, expected_plain = expected;
   if (got.h.dtype() == DType::kF8E4M3) {
     EXPECT_TRUE(within_one_code(flat(got.h), got.h_scale, flat(expected.h), expected.h_scale));
@@ -237,14 +238,16 @@ void expect_down_backward(const Groups& groups, int64_t width, int64_t hidden, c
   EXPECT_TRUE(got.dh_scale.same_bits(again.dh_scale) && got.pa.same_bits(again.pa));
   EXPECT_TRUE(got.d_weights.same_bits(again.d_weights)) << "one thread and four differ";
 
-  // The product's error times activation factors that reach 5 RMS, and 8 roundings of the activation.
+  // The product's error times activation factors that reach 5 RMS, and 8 roundings of the
+  // activation.
   const DType result = got.dh.dtype();
   const Bound fp32 = Bound{8 * 0x1p-24, 0x1p-22} + fp32_sum(25 * width);
   EXPECT_TRUE(close(flat(got.dh), flat(expected.dh), rounded_to(result) + fp32));
   EXPECT_TRUE(close(got.pa, expected.pa, rounded_to(result) + fp32));
   EXPECT_TRUE(close(got.d_weights, expected.d_weights, fp32 + fp32_sum(25 * (width + hidden))));
   if (c.dtype == DType::kF8E4M3) {
-    EXPECT_TRUE(within_one_code(flat(got.dh_q), got.dh_scale, flat(expected.dh_q), expected.dh_scale));
+    EXPECT_TRUE(
+        within_one_code(flat(got.dh_q), got.dh_scale, flat(expected.dh_q), expected.dh_scale));
   }
   const std::vector<int32_t> offsets = groups.offsets();
   EXPECT_TRUE(rows_are_zero(got.dh, 0, offsets.front()));
@@ -339,7 +342,8 @@ TEST_P(CpuExperts, a9_up_backward_sums_gate_and_up) {
       EXPECT_OK(cpu::expert_up_backward(op.args(got), serial_executor()));
       EXPECT_OK(cpu::expert_up_backward(op.args(again), pool()));
       EXPECT_OK(reference::expert_up_backward(op.args(expected)));
-      EXPECT_TRUE(close(got, expected, rounded_to(op.result) + fp32_sum(2 * hidden), groups.offsets()))
+      EXPECT_TRUE(
+          close(got, expected, rounded_to(op.result) + fp32_sum(2 * hidden), groups.offsets()))
           << groups.name << " " << name_of(dtype);
       EXPECT_TRUE(got.same_bits(again)) << "one thread and four differ";
     }
@@ -363,7 +367,8 @@ TEST_P(CpuExperts, a9_dx_is_linear_in_gate_and_up) {
   EXPECT_TRUE(close(sum, added, rounded_to(DType::kF32) + fp32_sum(2 * 140)));
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, CpuExperts, ::testing::ValuesIn(available_kernel_names()), kernel_of);
+INSTANTIATE_TEST_SUITE_P(Kernels, CpuExperts, ::testing::ValuesIn(available_kernel_names()),
+                         kernel_of);
 
 }  // namespace
 }  // namespace dropless::testing

@@ -53,8 +53,8 @@ void expect_equal_to_reference(const Gemm& gemm, const Groups& groups, Executor&
 
 class CpuGroupedGemm : public CpuKernelTest {};
 
-// Sizes around every tile edge: 2 is below, 15..17 and 31..33 around the rows and columns of tiles, 127
-// and 129 around a scale block.
+// Sizes around every tile edge: 2 is below, 15..17 and 31..33 around the rows and columns of tiles,
+// 127 and 129 around a scale block.
 constexpr int64_t kSizes[] = {1, 2, 15, 16, 17, 31, 33, 64, 127, 129};
 
 TEST_P(CpuGroupedGemm, a7_every_size_around_a_tile_edge) {
@@ -119,7 +119,8 @@ TEST_P(CpuGroupedGemm, zero_sized_dimensions) {
   }
 }
 
-// XLA's threads may treat subnormal numbers as zero; an e4m3 weight of 2^-9 with scale 2^-126 is one.
+// XLA's threads may treat subnormal numbers as zero; an e4m3 weight of 2^-9 with scale 2^-126 is
+// one.
 TEST_P(CpuGroupedGemm, i2_subnormal_results_survive) {
   const Groups groups{"one", {1}};
   Rng rng(6);

@@ -13,13 +13,13 @@ namespace {
 
 class CpuQuantize : public CpuKernelTest {};
 
-// Values that have broken quantisers: zeros of both signs, subnormals, huge ones, non-finite ones, and the
-// halfway points between codes.
+// Values that have broken quantisers: zeros of both signs, subnormals, huge ones, non-finite ones,
+// and the halfway points between codes.
 double special_value(int64_t i) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
-  const double values[] = {0.0,     -0.0,   1e-30,  1.4e-45, -1e-38, 0x1p-126, 3e38,  -3e38, 448.0,
-                           -464.0,  kInf,   -kInf,  NAN,     1e4,    17.0,     18.0,  20.0,  0x1p-7,
-                           0x1p-10, 3e-3,   -500.0, 0.4375,  0.46875, 448.5,   416.0, 432.0};
+  const double values[] = {0.0,     -0.0, 1e-30,  1.4e-45, -1e-38,  0x1p-126, 3e38,  -3e38, 448.0,
+                           -464.0,  kInf, -kInf,  NAN,     1e4,     17.0,     18.0,  20.0,  0x1p-7,
+                           0x1p-10, 3e-3, -500.0, 0.4375,  0.46875, 448.5,    416.0, 432.0};
   return values[i % std::size(values)];
 }
 
@@ -55,7 +55,8 @@ TEST_P(CpuQuantize, i1_i2_i3_i4_rows_have_the_references_bits) {
   }
 }
 
-// Every float between two neighbouring codes rounds as the scalar rules say; scale 1 by an all-448 block.
+// Every float between two neighbouring codes rounds as the scalar rules say; scale 1 by an all-448
+// block.
 TEST_P(CpuQuantize, every_code_and_every_boundary) {
   Array x(DType::kF32, {256 * 3, 2});
   for (int code = 0; code < 256; ++code) {
@@ -72,7 +73,8 @@ TEST_P(CpuQuantize, every_code_and_every_boundary) {
 
 TEST_P(CpuQuantize, i1_weights_have_the_references_bits_in_both_orientations) {
   Rng rng(2);
-  for (const auto& [in, out] : {std::pair<int64_t, int64_t>{1, 1}, {128, 128}, {129, 127}, {40, 300}, {260, 70}}) {
+  for (const auto& [in, out] :
+       {std::pair<int64_t, int64_t>{1, 1}, {128, 128}, {129, 127}, {40, 300}, {260, 70}}) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
       Array w = normal(rng, dtype, {3, in, out});
       for (int64_t i = 0; i < in * out; ++i) w.set(in * out + i, 0.0);  // a whole expert of zeros
@@ -100,7 +102,8 @@ TEST_P(CpuQuantize, i1_weights_have_the_references_bits_in_both_orientations) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, CpuQuantize, ::testing::ValuesIn(available_kernel_names()), kernel_of);
+INSTANTIATE_TEST_SUITE_P(Kernels, CpuQuantize, ::testing::ValuesIn(available_kernel_names()),
+                         kernel_of);
 
 }  // namespace
 }  // namespace dropless::testing
