@@ -5,12 +5,12 @@
 
 namespace dropless::cpu {
 
-// The fastest one that CPUID and the operating system allow, for bfloat16: "amx_bf16", "avx512_bf16",
-// "avx512", "avx2" or "portable".
+// The fastest one that CPUID and the operating system allow, for bfloat16: "amx_bf16",
+// "avx512_bf16", "avx512", "avx2" or "portable".
 const char* kernel_name();
 
-// The GEMM micro-kernel in use for an element type. One call computes rows x cols of C over a depth of at
-// most `depth` of the contraction, which is as much as the driver packs at a time.
+// The GEMM micro-kernel in use for an element type. One call computes rows x cols of C over a depth
+// of at most `depth` of the contraction, which is as much as the driver packs at a time.
 struct KernelTile {
   const char* name;
   int rows;

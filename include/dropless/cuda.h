@@ -1,9 +1,10 @@
 // The CUDA backend: the operations of the other headers on a stream.
 //
-// Every function obeys one contract: pointers are device memory, `workspace` is a uint8 tensor [n] with
-// at least <op>_workspace_bytes(args) bytes at a 256-byte boundary, nothing is allocated, nothing waits
-// for the device, no device data is read by the host, and grids depend on shapes and the device alone.
-// So each call can be captured into a CUDA graph. Workspace sizes depend on shapes alone.
+// Every function obeys one contract: pointers are device memory, `workspace` is a uint8 tensor [n]
+// with at least <op>_workspace_bytes(args) bytes at a 256-byte boundary, nothing is allocated,
+// nothing waits for the device, no device data is read by the host, and grids depend on shapes and
+// the device alone. So each call can be captured into a CUDA graph. Workspace sizes depend on
+// shapes alone.
 #pragma once
 
 #include "dropless/combine.h"

@@ -7,7 +7,8 @@
 
 namespace dropless {
 
-// Runs independent items. Implementations must be re-entrant: two operations may share one executor.
+// Runs independent items. Implementations must be re-entrant: two operations may share one
+// executor.
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -16,8 +17,8 @@ class Executor {
   virtual int concurrency() const = 0;
 
   // Calls item(0) ... item(count - 1), each exactly once, and returns when all are done. Items may
-  // run in any order and on any thread; results must not depend on it. The calling thread takes items
-  // too, so the call finishes even if no other thread ever helps.
+  // run in any order and on any thread; results must not depend on it. The calling thread takes
+  // items too, so the call finishes even if no other thread ever helps.
   virtual void parallel_for(int64_t count, const std::function<void(int64_t)>& item) = 0;
 };
 

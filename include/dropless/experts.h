@@ -3,12 +3,14 @@
 //   forward:  h = x[token] @ {gate, up} (+ biases); A = act(h_gate) * h_up           expert_up
 //             O = A @ down (+ bias)                                                  grouped_gemm
 //             y = sum over k of p * O                                                combine
-//   backward: dA' = dy[token] @ down^T; dh from p * dA'; p*A; dp = rowsum(dA' * A)   expert_down_backward
-//             dx_rows = dh_gate @ gate^T + dh_up @ up^T                              expert_up_backward
-//             weight gradients                                                       grouped_wgrad
+//   backward: dA' = dy[token] @ down^T; dh from p * dA'; p*A; dp = rowsum(dA' * A)
+//   expert_down_backward
+//             dx_rows = dh_gate @ gate^T + dh_up @ up^T expert_up_backward weight gradients
+//             grouped_wgrad
 //
-// The routing weight p multiplies A, never dy. A is computed from h rounded to the dtype h is stored in,
-// in forward and in backward alike. Row conventions (offsets, zero tails) are those of grouped_gemm.h.
+// The routing weight p multiplies A, never dy. A is computed from h rounded to the dtype h is
+// stored in, in forward and in backward alike. Row conventions (offsets, zero tails) are those of
+// grouped_gemm.h.
 #pragma once
 
 #include "dropless/executor.h"
@@ -28,12 +30,13 @@ struct ActivationOptions {
 };
 
 struct ExpertUpArgs {
-  ConstTensor x;            // [T, H] float32 | bfloat16 | float8
-  ConstTensor x_scale;      // [T, ceil(H/128)] float32, FP8 only
-  ConstTensor gate;         // [E, H, I], or [E, I, H] if weights_transposed; dtype of x
-  ConstTensor up;           // as gate
-  ConstTensor gate_scale;   // the two matrix axes of gate in blocks of 128, in its own order; FP8 only
-  ConstTensor up_scale;     // as gate_scale
+  ConstTensor x;        // [T, H] float32 | bfloat16 | float8
+  ConstTensor x_scale;  // [T, ceil(H/128)] float32, FP8 only
+  ConstTensor gate;     // [E, H, I], or [E, I, H] if weights_transposed; dtype of x
+  ConstTensor up;       // as gate
+  ConstTensor
+      gate_scale;        // the two matrix axes of gate in blocks of 128, in its own order; FP8 only
+  ConstTensor up_scale;  // as gate_scale
   ConstTensor gate_bias;    // [E, I] float32, optional
   ConstTensor up_bias;      // [E, I] float32, optional
   ConstTensor offsets;      // [E+1] int32
@@ -43,9 +46,9 @@ struct ExpertUpArgs {
   ActivationOptions activation;
   ScaleRounding scale_rounding = ScaleRounding::kFp32;
 
-  // Pre-activations, gate first; optional (not needed without a gradient). float32 for float32 operands,
-  // else bfloat16, or float8 with 1x128 scales along I. A is always computed from h as rounded to
-  // float32 / bfloat16, even when h is stored in float8.
+  // Pre-activations, gate first; optional (not needed without a gradient). float32 for float32
+  // operands, else bfloat16, or float8 with 1x128 scales along I. A is always computed from h as
+  // rounded to float32 / bfloat16, even when h is stored in float8.
   Tensor h;        // [M, 2, I]
   Tensor h_scale;  // [M, 2, ceil(I/128)] float32, only if h is float8
   Tensor a;        // [M, I] dtype of the operands; float8 is quantised from the fp32 product
@@ -70,7 +73,8 @@ struct ExpertDownBackwardArgs {
   Tensor dh_q;      // [M, 2, I] float8, optional: dh quantised 1x128 along I from its fp32 value
   Tensor dh_scale;  // [M, 2, ceil(I/128)] float32, with dh_q
   Tensor pa;        // [M, I] dtype of dh: p * A
-  Tensor d_weights; // [T, K] float32: rowsum(dA' * A) + dot(dy, down_bias); 0 where a slot has no row
+  Tensor
+      d_weights;  // [T, K] float32: rowsum(dA' * A) + dot(dy, down_bias); 0 where a slot has no row
 };
 
 struct ExpertUpBackwardArgs {

@@ -1,9 +1,9 @@
-// Matrix products over ragged groups of rows: rows times their expert's matrix, and the gradient to the
-// matrices, where the groups lie on the contraction.
+// Matrix products over ragged groups of rows: rows times their expert's matrix, and the gradient to
+// the matrices, where the groups lie on the contraction.
 //
-// Group e owns rows offsets[e] .. offsets[e+1]. offsets[0] may be positive (a device that owns only some
-// of the experts). Rows outside [offsets[0], offsets[E]) of every output are exactly 0, and those rows of
-// the inputs are never read. Accumulation is fp32. Any sizes >= 0.
+// Group e owns rows offsets[e] .. offsets[e+1]. offsets[0] may be positive (a device that owns only
+// some of the experts). Rows outside [offsets[0], offsets[E]) of every output are exactly 0, and
+// those rows of the inputs are never read. Accumulation is fp32. Any sizes >= 0.
 #pragma once
 
 #include "dropless/executor.h"
@@ -37,8 +37,8 @@ struct GroupedWgradArgs {
   ConstTensor offsets;      // [E+1] int32
   Gather gather = Gather::kNone;
   int64_t experts_per_token = 1;
-  // FP8: both operands are quantised in blocks of 128 rows x 1 column, counted from each expert's first
-  // row, and the product is accumulated block by block.
+  // FP8: both operands are quantised in blocks of 128 rows x 1 column, counted from each expert's
+  // first row, and the product is accumulated block by block.
   bool fp8 = false;
   ScaleRounding scale_rounding = ScaleRounding::kFp32;
   bool accumulate = false;  // add to dw instead of overwriting it

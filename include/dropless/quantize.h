@@ -2,8 +2,8 @@
 //
 // All arithmetic is fp32 with no flush to zero. Over a block: amax of the finite values;
 // scale = max(amax / 448, 2^-126), or 1 for an all-zero block; inv = round(1 / scale);
-// q = e4m3(round(x * inv)), to nearest even, saturating at +-448. -0 stays -0. NaN and +-Inf store 0x7F
-// and touch nothing else. kPow2 rounds the scale up to a power of two before inv is taken.
+// q = e4m3(round(x * inv)), to nearest even, saturating at +-448. -0 stays -0. NaN and +-Inf store
+// 0x7F and touch nothing else. kPow2 rounds the scale up to a power of two before inv is taken.
 #pragma once
 
 #include "dropless/executor.h"
@@ -20,7 +20,8 @@ struct QuantizeRowsArgs {
   Tensor scale;  // [R, ceil(C/128)] float32
 };
 
-// 128x128 blocks anchored at each expert matrix's corner, written in both orientations from one read.
+// 128x128 blocks anchored at each expert matrix's corner, written in both orientations from one
+// read.
 struct QuantizeWeightArgs {
   ConstTensor w;  // [E, in, out] float32 | bfloat16
   ScaleRounding scale_rounding = ScaleRounding::kFp32;

@@ -1,4 +1,5 @@
-// Router: from logits to chosen experts, combine weights and the statistics that balance losses need.
+// Router: from logits to chosen experts, combine weights and the statistics that balance losses
+// need.
 #pragma once
 
 #include "dropless/executor.h"
@@ -13,15 +14,16 @@ struct RouterOptions {
   RouterScore score = RouterScore::kSoftmax;
   // true: scores of all E experts first, then top-k of (scores + selection bias).
   // false: top-k of (logits + selection bias) first, then scores of the K chosen logits alone.
-  // Every family needs one or the other: DeepSeek, Qwen, OLMoE the former; Granite, gpt-oss the latter.
+  // Every family needs one or the other: DeepSeek, Qwen, OLMoE the former; Granite, gpt-oss the
+  // latter.
   bool score_before_topk = true;
   bool renormalize = true;       // divide the K weights by (their sum + renormalize_eps)
   float renormalize_eps = 0.0f;  // DeepSeek-V3 adds 1e-20
   float scale = 1.0f;            // multiplies the weights last (DeepSeek's routed_scaling_factor)
 };
 
-// Dispatch plan: where each routed row lives. A slot is t*K + k, the k-th choice of token t; a row is a
-// position in the expert-sorted order. Rows of one expert are contiguous and ordered by slot.
+// Dispatch plan: where each routed row lives. A slot is t*K + k, the k-th choice of token t; a row
+// is a position in the expert-sorted order. Rows of one expert are contiguous and ordered by slot.
 struct PlanOutputs {
   Tensor counts;       // [E] int32: assignments per expert, before any capacity limit
   Tensor offsets;      // [E+1] int32: expert e owns rows offsets[e] .. offsets[e+1]
@@ -30,13 +32,14 @@ struct PlanOutputs {
 };
 
 struct PlanArgs {
-  ConstTensor ids;       // [T, K] int32; ids outside [0, E) take no row
-  int64_t capacity = 0;  // > 0: an expert keeps its first `capacity` slots and drops the rest; 0: none
+  ConstTensor ids;  // [T, K] int32; ids outside [0, E) take no row
+  int64_t capacity =
+      0;  // > 0: an expert keeps its first `capacity` slots and drops the rest; 0: none
   PlanOutputs plan;
 };
 
-// Order of top-k: larger first, equal values lowest index first, NaN after everything (-inf included).
-// All arithmetic is fp32 whatever the logits' dtype.
+// Order of top-k: larger first, equal values lowest index first, NaN after everything (-inf
+// included). All arithmetic is fp32 whatever the logits' dtype.
 struct RouteArgs {
   RouterOptions options;
   ConstTensor logits;          // [T, E] float32 or bfloat16
@@ -48,13 +51,14 @@ struct RouteArgs {
   Tensor weights;   // [T, K] float32
   Tensor prob_sum;  // [E] float32: sum over real tokens of softmax(logits), or of sigmoid scores
                     // divided by their sum over experts (DeepSeek-V3, eq. 17-20)
-  Tensor sums;      // [2] float32: sum over real tokens of logsumexp(logits)^2 (ST-MoE z-loss), and of
-                    // the entropy in nats of the distribution summed in prob_sum
+  Tensor sums;  // [2] float32: sum over real tokens of logsumexp(logits)^2 (ST-MoE z-loss), and of
+                // the entropy in nats of the distribution summed in prob_sum
   Tensor counters;  // [2] int32: real tokens; non-finite logits of real tokens
   PlanOutputs plan;
 };
 
-// Gradient of `weights`, `prob_sum` and `sums` with respect to logits. The chosen ids are constants.
+// Gradient of `weights`, `prob_sum` and `sums` with respect to logits. The chosen ids are
+// constants.
 struct RouteBackwardArgs {
   RouterOptions options;
   ConstTensor logits;      // [T, E] as in the forward call

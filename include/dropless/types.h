@@ -49,8 +49,9 @@ constexpr const char* name_of(DType dtype) {
 
 constexpr int kMaxRank = 4;
 
-// A dense row-major view; it never owns memory. A null `data` with rank 0 means "not given": optional
-// operands are default-constructed. Zero-sized dimensions are legal, and then `data` may be null too.
+// A dense row-major view; it never owns memory. A null `data` with rank 0 means "not given":
+// optional operands are default-constructed. Zero-sized dimensions are legal, and then `data` may
+// be null too.
 struct ConstTensor {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -88,8 +89,9 @@ struct Tensor {
   }
 };
 
-// FP8 scales cover blocks of this many elements: the depth after which Hopper's tensor cores must be
-// promoted to fp32 to keep 14-bit accumulation error out of the sum (DeepSeek-V3, section 3.3.2).
+// FP8 scales cover blocks of this many elements: the depth after which Hopper's tensor cores must
+// be promoted to fp32 to keep 14-bit accumulation error out of the sum (DeepSeek-V3,
+// section 3.3.2).
 constexpr int64_t kScaleBlock = 128;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
