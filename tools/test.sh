@@ -22,7 +22,7 @@ python_tests() {
     "${PIPESTATUS[0]}" "$(tail -n 1 "$log" | tr -d '=' | xargs)"
 }
 
-cmake --preset default -DDROPLESS_TESTS=ON -DDROPLESS_CUDA="${CUDA:-OFF}" \
+${CONFIGURE:-cmake --preset default} -DDROPLESS_TESTS=ON -DDROPLESS_CUDA="${CUDA:-OFF}" \
   -DDROPLESS_CUDA_ARCHITECTURES=native || exit 1
 cmake --build build -j "$jobs" || exit 1
 
