@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import pytest
+
 from dropless.train import config as settings
 from dropless.train.cli import main
 from train_runs import SMALL, run_program, write_text

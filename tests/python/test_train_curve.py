@@ -9,13 +9,15 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_moe
 import pytest
 
-from dropless.train import data
+import plain_moe
+from dropless.train import data, loop
+from dropless.train.cli import main
 from dropless.train.config import resolve
 from dropless.train.feed_forward import make_feed_forward
 from dropless.train.step import init_state, loss_function, make_train_step
+from train_runs import records
 
 STEPS = 200
 F32 = jnp.dtype(jnp.float32)
@@ -23,9 +25,17 @@ EPSILON = 2.0**-23
 CONFIG = resolve(
     "tiny",
     {
-        **{"layers": 2, "model_dim": 24, "heads": 3, "seq_len": 16, "batch_size": 4},
-        **{"num_experts": 5, "experts_per_token": 2, "expert_dim": 20, "precision": "f32"},
-        **{"learning_rate": 3e-3, "warmup_steps": 20},
+        "layers": 2,
+        "model_dim": 24,
+        "heads": 3,
+        "seq_len": 16,
+        "batch_size": 4,
+        "num_experts": 5,
+        "experts_per_token": 2,
+        "expert_dim": 20,
+        "precision": "f32",
+        "learning_rate": 3e-3,
+        "warmup_steps": 20,
     },
 )
 # The longest sums of a layer: over H and I forward, over T backward.
@@ -112,15 +122,10 @@ def test_every_gradient_of_the_whole_model_is_the_plain_models():
 
 def test_a_small_model_learns_the_standard_librarys_source(tmp_path):
     """A short run of few parameters is far below what single bytes tell (about 3.2 nats)."""
-    from train_runs import records
-
-    from dropless.train import loop
-    from dropless.train.cli import main
-
-    flags = "--model-dim 64 --heads 2 --layers 2 --expert-dim 64 --seq-len 64 --batch-size 8"
+    flags = "--model-dim 64 --heads 2 --layers 1 --expert-dim 64 --seq-len 64 --batch-size 8"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "time_parts", lambda *arguments: {"experts and router": 1.0})
-        assert main(["--out", str(tmp_path / "out"), *flags.split(), "--steps", "150"]) == 0
+        assert main(["--out", str(tmp_path / "out"), *flags.split(), "--steps", "120"]) == 0
     rows = records(tmp_path / "out")
     assert np.mean([row["loss"] for row in rows[-20:]]) < 2.6
     assert rows[-1]["held_out_loss"] < 2.6

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from dropless.train import loop
 from dropless.train.cli import main
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_runs import SMALL, run_program, untimed, write_text
+from train_runs import (
+    SMALL,
+    compiled_once,
+    run_program,
+    untimed,
+    write_text,
+)
 
 STEPS, EVERY = 11, 3
-FLAGS = [*SMALL, "--eval-every", "4", "--checkpoint-every", str(EVERY)]
+# One layer: these tests compile many programs, and what they look at does not depend on depth.
+FLAGS = [*SMALL, "--layers", "1", "--eval-every", "4", "--checkpoint-every", str(EVERY)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_timing():
+def _no_timing(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(loop, "time_parts", lambda *arguments: {"experts and router": 1.0})
-    yield
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
     patch.undo()
 
 
@@ -45,7 +53,7 @@ def without_held_out(rows):
     return [{k: v for k, v in row.items() if k != "held_out_loss"} for row in rows]
 
 
-def test_stopped_by_steps_and_resumed_in_another_process(text, whole, tmp_path):
+def test_stopped_by_steps_and_resumed_in_another_process(text, whole, tmp_path, capfd):
     out = tmp_path / "out"
     assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "7"]) == 0
     no_timing = "import dropless.train.loop as loop\nloop.time_parts = lambda *a: {'experts': 1.0}"
@@ -55,6 +63,10 @@ def test_stopped_by_steps_and_resumed_in_another_process(text, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "resuming after step 7" in done.stdout
     rows = untimed(out)
+    # Once more, with nothing left to do.
+    assert main(["--out", str(out), "--resume"]) == 0
+    assert untimed(out) == rows
+    assert "is the last already" in capfd.readouterr().out
     assert rows[6].pop("held_out_loss") > 0  # step 7 was a last one
     assert rows == whole
     events = EventAccumulator(str(out / "tensorboard")).Reload()
@@ -79,10 +91,9 @@ DIE = "os.kill(os.getpid(), signal.SIGKILL)"
     [
         ("checkpoints/6.orbax-checkpoint-tmp/state", DIE, 3),
         ("checkpoints/6", DIE, 3),
-        ("checkpoints/6", f"rename(source, target); {DIE}", 6),
         ("checkpoints/3", DIE, 0),
     ],
-    ids=["inside the save", "before its last rename", "after it", "in the first save"],
+    ids=["inside the save", "before its last rename", "in the first save"],
 )
 def test_killed_in_the_middle_of_a_save(
     text, whole, tmp_path, capfd, target, action, resumes_after
@@ -91,20 +102,13 @@ def test_killed_in_the_middle_of_a_save(
     flags = ["--text", text, "--out", out, *FLAGS, "--steps", STEPS]
     died = run_program(*flags, code=KILL.format(target=target, action=action))
     assert died.returncode == -signal.SIGKILL, died.stderr
+    with open(out / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 7, "lo')  # as if it had also cut a record short
     assert continue_run(out) == whole
     assert (f"resuming after step {resumes_after}\n" in capfd.readouterr().out) == bool(
         resumes_after
     )
     assert not list((out / "checkpoints").glob("*tmp*"))
-
-
-def test_a_record_that_a_kill_cut_short_is_written_again(text, whole, tmp_path):
-    out = tmp_path / "out"
-    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "9"]) == 0
-    shutil.rmtree(out / "checkpoints" / "9")
-    metrics = out / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes()[:-25])
-    assert continue_run(out) == whole
 
 
 def test_an_unreadable_checkpoint_is_set_aside_for_the_one_before(text, whole, tmp_path, capfd):
@@ -137,14 +141,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint(text, whole, tmp_path, monkeypa
     assert 4 <= len(untimed(out)) < STEPS
     assert not (out / "report.html").exists()
     assert continue_run(out) == whole
-
-
-def test_resuming_a_finished_run_changes_no_record(text, whole, tmp_path, capfd):
-    out = tmp_path / "out"
-    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", str(STEPS)]) == 0
-    assert main(["--out", str(out), "--resume"]) == 0
-    assert untimed(out) == whole
-    assert "is the last already" in capfd.readouterr().out
 
 
 def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path, capsys):

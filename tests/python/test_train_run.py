@@ -11,17 +11,28 @@ import math
 
 import numpy as np
 import pytest
-from dropless.train import loop, plots
-from dropless.train.cli import main
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_runs import CHOICES, EXPERTS, LAYERS, SMALL, TOKENS, records, untimed, write_text
+
+from dropless.train import device, loop, plots
+from dropless.train.cli import main
+from train_runs import (
+    CHOICES,
+    EXPERTS,
+    LAYERS,
+    SMALL,
+    TOKENS,
+    compiled_once,
+    records,
+    untimed,
+    write_text,
+)
 
 STEPS = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _parts_are_timed_once():
+def _parts_are_timed_once(tmp_path_factory):
     """The parts of a step are compiled for one run only; the others' reports show made-up times."""
     patch = pytest.MonkeyPatch()
     timed, first = loop.time_parts, itertools.count()
@@ -30,7 +41,8 @@ def _parts_are_timed_once():
         return timed(*arguments) if next(first) == 0 else {"experts and router": 1.0, "rest": 2.0}
 
     patch.setattr(loop, "time_parts", time_parts)
-    yield
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
     patch.undo()
 
 
@@ -149,22 +161,42 @@ def test_the_run_file_holds_every_setting(run, text):
     assert stored["data"]["train_bytes"] + stored["data"]["held_out_bytes"] == text.stat().st_size
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(run, text, tmp_path):
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(run, text, tmp_path, capfd):
     out, _ = run
     train(text, tmp_path / "same", "--checkpoint-every", 100)
     assert untimed(tmp_path / "same") == untimed(out)
-    other = train(text, tmp_path / "other", "--seed", 1, steps=2)
+    said = capfd.readouterr().out
+    assert "device: 1 x " in said and "(cpu): " in said
+    assert "1 files" in said and "each file is held out" in said
+    assert "step 12/12  loss " in said and " tokens/s load " in said
+    assert "dropped tokens: 0 in all steps" in said
+    other = train(text, tmp_path / "other", "--seed", 1, steps=1)
     assert other[0]["loss"] != records(out)[0]["loss"]
 
 
-def test_what_it_says_on_the_way(run, text, tmp_path, capfd):
-    train(text, tmp_path / "out", steps=3)
-    said = capfd.readouterr().out
-    assert "device: 1 x " in said and "(cpu): " in said
-    assert "no NVIDIA GPU is visible" in said or "JAX_PLATFORMS" in said or "GPU is visible" in said
-    assert "1 files" in said and "each file is held out" in said
-    assert "step 3/3  loss " in said and " tokens/s load " in said
-    assert "dropped tokens: 0 in all steps" in said
+@pytest.mark.parametrize(
+    ("platform", "driver", "plugin", "forced", "words"),
+    [
+        ("cpu", None, False, None, "no NVIDIA GPU is visible"),
+        (
+            "cpu",
+            "580.65",
+            False,
+            None,
+            "(driver 580.65), BUT IT IS NOT USED: jax has no CUDA",
+        ),
+        ("cpu", "580.65", True, None, "jax's CUDA plugin did not start"),
+        ("cpu", "580.65", True, "cpu", "JAX_PLATFORMS=cpu asks for it"),
+        ("gpu", "580.65", True, None, "driver 580.65"),
+    ],
+)
+def test_the_cpu_is_never_chosen_silently(monkeypatch, platform, driver, plugin, forced, words):
+    monkeypatch.setattr(device, "_has_cuda_plugin", lambda: plugin)
+    if forced is None:
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    else:
+        monkeypatch.setenv("JAX_PLATFORMS", forced)
+    assert words in device._reason(platform, driver)
 
 
 def test_dense_has_no_expert_figures(text, tmp_path):

@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+
 from dropless.train import data
 from dropless.train.config import resolve
 from dropless.train.errors import UserError

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import dropless
 
@@ -21,6 +27,22 @@ LAYERS, EXPERTS, TOKENS, CHOICES = 2, 5, 64, 128  # T = 4 * 16, T * K
 
 # What differs between two runs of one config: the clock.
 TIMES = ("tokens_per_second", "step_seconds")
+
+
+@contextlib.contextmanager
+def compiled_once(folder: pathlib.Path) -> Iterator[None]:
+    """Runs of one config, in this process or another, compile once: most of a short run's time."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(names, (str(folder), 0.0), strict=True):
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def write_text(path: pathlib.Path, lines: int = 600) -> pathlib.Path:
