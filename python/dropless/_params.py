@@ -22,6 +22,7 @@ Params = Mapping[str, Mapping[str, jax.Array]]
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
+    dtype = jnp.dtype(dtype)
     if dtype == jnp.float16:
         raise TypeError(
             f"{name} must be float32 or bfloat16; got float16, whose range is too small for "

@@ -175,8 +175,11 @@ class MoELayer(nnx.Module):
           x: ``[..., H]`` float32 or bfloat16.
           mask: ``[...]`` bool, False at padding tokens: they get 0 and count nowhere.
           deterministic: True switches dropout off for this call, False on; None asks the layer.
-          rngs: source of the dropout mask for this call, as in ``nnx.Dropout``.
-          return_aux: also return the ``MoEAux``, and leave ``layer.aux`` as it is.
+          rngs: source of the dropout mask for this call, as in ``nnx.Dropout``; needed where a
+            plain ``jax.jit`` closes over a layer in training mode, as the layer's own cannot move
+            on there.
+          return_aux: also return the ``MoEAux``, and leave ``layer.aux`` as it is. Needed under an
+            ``nnx.vmap`` that broadcasts the layer, where one ``layer.aux`` cannot hold them all.
           **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``...
 
         Returns:

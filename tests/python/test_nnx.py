@@ -160,13 +160,13 @@ def test_rngs_decide_the_parameters_lazily_and_at_construction():
     assert not leaves_equal(eager.params, other.params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "bfloat16"])
 def test_param_dtype(dtype):
     router = dropless.RouterConfig(selection_bias=True)
     layer = make(model_dim=H, param_dtype=dtype, router=router)
     for path, leaf in jax.tree_util.tree_leaves_with_path(layer.params):
         assert leaf.dtype == (jnp.float32 if "selection_bias" in str(path) else dtype)
-    assert layer(inputs(dtype=dtype)).dtype == dtype
+    assert layer(inputs(dtype=jnp.dtype(dtype))).dtype == dtype
 
 
 def test_h7_no_optimizer_touches_selection_bias():
@@ -285,6 +285,16 @@ def test_return_aux_is_pure():
     assert leaves_equal(layer, before)
     assert np.array_equal(y, layer(x))
     assert leaves_equal(layer.aux.get_value(), aux)
+
+
+def test_return_aux_works_where_one_layer_serves_a_batch():
+    layer, xs = make(model_dim=H), jnp.stack([inputs(1), inputs(2)])
+    batched = nnx.vmap(lambda layer, x: layer(x, return_aux=True), in_axes=(None, 0))
+    ys, auxs = batched(layer, xs)
+    for index in range(2):
+        y, aux = layer(xs[index], return_aux=True)
+        np.testing.assert_allclose(ys[index], y, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(auxs.expert_counts[index], aux.expert_counts)
 
 
 def test_e3_losses_read_from_aux_carry_gradients():
