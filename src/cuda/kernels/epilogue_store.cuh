@@ -17,6 +17,7 @@ template <class Out>
 class StoreEpilogue {
  public:
   static constexpr int kMatrices = 1;
+  using Staging = ResultStaging;
   struct Params {
     ResultMatrix out;   // [M, N]
     const float* bias;  // [E, N] or null

@@ -12,6 +12,7 @@ template <ActivationKind kActivation>
 class SwigluEpilogue {
  public:
   static constexpr int kMatrices = 2;
+  using Staging = ResultStaging;
   struct Params {
     ResultMatrix h;           // planes gate, up of [M, I]; data is null if h is not wanted
     ResultMatrix a;           // [M, I]

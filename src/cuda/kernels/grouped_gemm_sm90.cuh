@@ -19,7 +19,7 @@ namespace dropless::cuda {
 template <class EpilogueParams>
 struct alignas(128) GroupedGemmParams {
   CUtensorMap lhs;     // planes of [M, Kc]
-  CUtensorMap rhs[2];  // [E, Kc, N] or [E, N, Kc]; see kRhsPair
+  CUtensorMap rhs[2];  // [E, Kc, N] or [E, N, Kc]: one a plane of lhs, or gate and up of expert_up
   EpilogueParams epilogue;
   const int32_t* offsets;  // [E+1]
   int experts;
@@ -34,17 +34,14 @@ inline constexpr int kConsumerRegisters = 232;
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kGemmThreads = 3 * kWarpgroup;
 
-// The second warpgroup starts when the first has issued this block (from 0) of its first tile: it then runs
-// behind, and each of the two multiplies at full rate while the other one stores.
-inline constexpr int kStagger = 1;
-
 template <class Tile, Major kRhsMajor, class Epilogue>
 class GroupedGemmSm90 {
  public:
   using Params = GroupedGemmParams<typename Epilogue::Params>;
   using Ring = Stages<Tile, Major::kK, kRhsMajor>;
-  static constexpr int kSharedBytes =
-      Tile::kStages * Tile::kStageBytes + 2 * kStagingBytes + Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
+  using Staging = typename Epilogue::Staging;  // of a warpgroup
+  static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * Staging::kBytes +
+                                      Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
   // Columns of one matrix that a tile covers: half of it if gate and up stand side by side.
   static constexpr int kTileCols = Tile::kCols / Epilogue::kMatrices;
   using Scheduler = RowTileScheduler<
@@ -54,7 +51,7 @@ class GroupedGemmSm90 {
       : params_(params),
         rank_(Tile::kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank())),
         staging_(smem + Tile::kStages * Tile::kStageBytes),
-        ring_(smem, staging_ + 2 * kStagingBytes) {}
+        ring_(smem, staging_ + 2 * Staging::kBytes) {}
 
   __device__ void run() {
     const int warpgroup = threadIdx.x / kWarpgroup;
@@ -114,26 +111,21 @@ class GroupedGemmSm90 {
     constexpr int kCluster = Tile::kCluster;
     uint64_t* full = ring_.full + stage;
     load_chunks<Major::kK, Tile::kRows / kChunk, kCluster>(ring_.lhs(stage), &params_.lhs, full,
-                                                          tile.row, k, plane, tile.shares_rows,
-                                                          rank_);
-    if (Epilogue::kMatrices == 1) {
-      load_chunks<kRhsMajor, Tile::kCols / kChunk, kCluster>(ring_.rhs(stage), &params_.rhs[plane],
-                                                            full, tile.col, k, tile.expert,
-                                                            !tile.shares_rows, rank_);
-    } else {
+                                                           tile.row, k, plane, tile.shares_rows,
+                                                           rank_);
 #pragma unroll
-      for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
-        load_chunks<kRhsMajor, kTileCols / kChunk, kCluster>(
-            ring_.rhs(stage) + matrix * kTileCols * kChunk * 2, &params_.rhs[matrix], full,
-            tile.col, k, tile.expert, !tile.shares_rows, rank_);
-      }
+    for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
+      load_chunks<kRhsMajor, kTileCols / kChunk, kCluster>(
+          ring_.rhs(stage) + matrix * kTileCols * kChunk * 2,
+          &params_.rhs[Epilogue::kMatrices == 1 ? plane : matrix], full, tile.col, k, tile.expert,
+          !tile.shares_rows, rank_);
     }
   }
 
   __device__ void consume(int warpgroup) {
     const int thread = threadIdx.x % kWarpgroup;
     const int blocks = params_.blocks * params_.planes;
-    ResultStaging staging(staging_ + warpgroup * kStagingBytes, warpgroup);
+    Staging staging(staging_ + warpgroup * Staging::kBytes, warpgroup);
     Epilogue epilogue(params_.epilogue);
     Scheduler tiles = scheduler();
     typename Ring::State state;
@@ -143,14 +135,17 @@ class GroupedGemmSm90 {
       int item = first_item() + warpgroup * item_step();
       for (int n = 0; tiles.find(item, tile); item += 2 * item_step(), ++n) {
         ring_.await_turn(warpgroup, n);
-        whole_tile(tile, warpgroup, blocks, state, staging, epilogue, thread);
+        if (tile.rows == 0) {
+          ring_.drain(state, blocks, warpgroup, thread);
+          ring_.pass_turn(warpgroup, thread);
+        } else {
+          whole_tile(tile, warpgroup, blocks, state, staging, epilogue);
+        }
         state.advance(blocks);
       }
     } else {
-      bool first = true;
       for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
-        half_tile(tile, warpgroup, blocks, first, state, staging, epilogue, thread);
-        first = false;
+        half_tile(tile, warpgroup, blocks, state, staging, epilogue);
       }
     }
     staging.finish();
@@ -158,46 +153,34 @@ class GroupedGemmSm90 {
 
   // Both warpgroups work on the tile, 64 rows each.
   __device__ __forceinline__ void half_tile(const RowTile& tile, int warpgroup, int blocks,
-                                            bool first, typename Ring::State& state,
-                                            ResultStaging& staging, Epilogue& epilogue, int thread) {
+                                            typename Ring::State& state, Staging& staging,
+                                            Epilogue& epilogue) {
     static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
-    float acc[1][Tile::kCols / 2];
     const int rows = tile.rows - warpgroup * kChunk;
-    int signal_at = -1;
-    if (first && warpgroup == 1) ptx::named_barrier_sync(kStartBarrier, 2 * kWarpgroup);
-    if (first && warpgroup == 0) signal_at = min(kStagger, blocks - 1);
-    if (rows > 0) {
-      ring_.multiply(acc, state, blocks, warpgroup, thread, [=](int block) {
-        if (block == signal_at) ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
-      });
-      epilogue.template store<Tile::kCols>(acc[0], tile, tile.row + warpgroup * kChunk,
-                                           min(rows, kChunk), staging);
-    } else {
-      if (signal_at >= 0) ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
-      ring_.drain(state, blocks, thread);
+    if (rows <= 0) {
+      ring_.drain(state, blocks, warpgroup, threadIdx.x % kWarpgroup);
+      return;
     }
+    float acc[1][Tile::kCols / 2];
+    ring_.multiply(acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});
+    epilogue.template store<Tile::kCols>(acc[0], tile, tile.row + warpgroup * kChunk,
+                                         min(rows, kChunk), staging);
   }
 
   // This warpgroup works on the whole tile, while the other one stores its own.
   __device__ __forceinline__ void whole_tile(const RowTile& tile, int warpgroup, int blocks,
-                                             typename Ring::State& state, ResultStaging& staging,
-                                             Epilogue& epilogue, int thread) {
+                                             typename Ring::State& state, Staging& staging,
+                                             Epilogue& epilogue) {
     constexpr int kRowTiles = Tile::kRows / kChunk;
     float acc[kRowTiles][Tile::kCols / 2];
-    if (tile.rows == 0) {
-      ring_.drain(state, blocks, thread);
-      ring_.pass_turn(warpgroup, thread);
-      return;
-    }
-    ring_.multiply(acc, state, blocks, 0, thread, [=, this](int block) {
-      if (block == blocks - 1) ring_.pass_turn(warpgroup, thread);
+    ring_.multiply(acc, state, blocks, 0, threadIdx.x % kWarpgroup, [](int, int) {}, [&](int block) {
+      if (block == blocks - 1) ring_.pass_turn(warpgroup, threadIdx.x % kWarpgroup);
     });
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const int rows = tile.rows - i * kChunk;
+      const int rows = min(tile.rows - i * kChunk, kChunk);
       if (rows > 0) {
-        epilogue.template store<Tile::kCols>(acc[i], tile, tile.row + i * kChunk,
-                                             min(rows, kChunk), staging);
+        epilogue.template store<Tile::kCols>(acc[i], tile, tile.row + i * kChunk, rows, staging);
       }
     }
   }

@@ -35,14 +35,18 @@ class GroupedWgradSm90 {
   using Params = GroupedWgradParams;
   using Ring = Stages<Tile, Major::kMn, Major::kMn>;
   using Scheduler = WeightTileScheduler<Tile>;
-  static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * kStagingBytes +
+  // Blocks of 64 rows that one warpgroup works on.
+  static constexpr int kRowTiles = Tile::kPingpong ? Tile::kRows / kChunk : 1;
+  static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
+  static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes +
+                                      2 * ResultStaging::kBytes +
                                       Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
 
   __device__ GroupedWgradSm90(const Params& params, uint8_t* smem)
       : params_(params),
         rank_(Tile::kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank())),
         staging_(smem + Tile::kStages * Tile::kStageBytes),
-        ring_(smem, staging_ + 2 * kStagingBytes) {}
+        ring_(smem, staging_ + 2 * ResultStaging::kBytes) {}
 
   __device__ void run() {
     const int warpgroup = threadIdx.x / kWarpgroup;
@@ -93,82 +97,57 @@ class GroupedWgradSm90 {
 
   __device__ void consume(int warpgroup) {
     const int thread = threadIdx.x % kWarpgroup;
-    ResultStaging staging(staging_ + warpgroup * kStagingBytes, warpgroup);
+    ResultStaging staging(staging_ + warpgroup * ResultStaging::kBytes, warpgroup);
     const Scheduler tiles = scheduler();
     typename Ring::State state;
     WeightTile tile;
     int n = 0;
     for (int item = first_item(); tiles.find(item, tile); item += item_step(), ++n) {
-      if (Tile::kPingpong) {
-        if (n % 2 == warpgroup) {
-          ring_.await_turn(warpgroup, n / 2);
-          whole_tile(tile, warpgroup, state, staging, thread);
-        } else {
-          state.advance((tile.depth + kChunk - 1) / kChunk);
-        }
+      const int blocks = (tile.depth + kChunk - 1) / kChunk;
+      if (Tile::kPingpong && n % 2 != warpgroup) {
+        state.advance(blocks);
+        continue;
+      }
+      const int chunk = Tile::kPingpong ? 0 : warpgroup;
+      tile.row += chunk * kChunk;
+      if (Tile::kPingpong) ring_.await_turn(warpgroup, n / 2);
+      if (!tile.present || tile.row >= params_.rows || blocks == 0) {
+        ring_.drain(state, blocks, warpgroup, thread);
+        if (Tile::kPingpong) ring_.pass_turn(warpgroup, thread);
+        if (tile.present && !kAccumulate) store_zero(tile, staging);
       } else {
-        half_tile(tile, warpgroup, n == 0, state, staging, thread);
+        multiply_and_store(tile, warpgroup, chunk, blocks, state, staging);
       }
     }
     staging.finish();
   }
 
-  // Both warpgroups work on the tile, 64 rows each.
-  __device__ __forceinline__ void half_tile(const WeightTile& tile, int warpgroup, bool first,
-                                            typename Ring::State& state, ResultStaging& staging,
-                                            int thread) {
-    static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
-    const int blocks = (tile.depth + kChunk - 1) / kChunk;
-    const int row = tile.row + warpgroup * kChunk;
-    int signal_at = -1;
-    if (first && warpgroup == 1) ptx::named_barrier_sync(kStartBarrier, 2 * kWarpgroup);
-    if (first && warpgroup == 0) signal_at = min(kStagger, blocks - 1);
-    const bool mine = tile.present && row < params_.rows;
-    if (first && warpgroup == 0 && (!mine || blocks == 0)) {
-      ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
-    }
-    if (!mine) {
-      ring_.drain(state, blocks, thread);
-    } else if (blocks == 0) {
-      store_zero(tile, row, staging);
-    } else {
-      float acc[1][Tile::kCols / 2];
-      ring_.multiply_ragged(acc, state, tile.depth, warpgroup, thread,
-                            kWarpgroupBarrier + warpgroup, [=](int block) {
-                              if (block == signal_at) {
-                                ptx::named_barrier_arrive(kStartBarrier, 2 * kWarpgroup);
-                              }
-                            });
-      store(acc[0], tile, row, staging);
-    }
-  }
-
-  // This warpgroup works on the whole tile, while the other one stores its own.
-  __device__ __forceinline__ void whole_tile(const WeightTile& tile, int warpgroup,
-                                             typename Ring::State& state, ResultStaging& staging,
-                                             int thread) {
-    constexpr int kRowTiles = Tile::kRows / kChunk;
-    const int blocks = (tile.depth + kChunk - 1) / kChunk;
-    if (!tile.present || blocks == 0) {
-      ring_.drain(state, blocks, thread);
-      ring_.pass_turn(warpgroup, thread);
-      if (!tile.present) return;
-      for (int i = 0; i < kRowTiles; ++i) store_zero(tile, tile.row + i * kChunk, staging);
-      return;
-    }
+  __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int warpgroup, int chunk,
+                                                     int blocks, typename Ring::State& state,
+                                                     ResultStaging& staging) const {
+    const int thread = threadIdx.x % kWarpgroup;
     float acc[kRowTiles][Tile::kCols / 2];
-    ring_.multiply_ragged(acc, state, tile.depth, 0, thread, kWarpgroupBarrier + warpgroup,
-                          [=, this](int block) {
-                            if (block == blocks - 1) ring_.pass_turn(warpgroup, thread);
-                          });
+    ring_.multiply(
+        acc, state, blocks, chunk, thread,
+        [&](int block, int stage) {
+          const int left = tile.depth - block * kChunk;
+          if (left < kChunk) {
+            ring_.template zero_tail<kRowTiles>(stage, left, chunk, thread,
+                                                kWarpgroupBarrier + warpgroup);
+          }
+        },
+        [&](int block) {
+          if (Tile::kPingpong && block == blocks - 1) ring_.pass_turn(warpgroup, thread);
+        });
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) store(acc[i], tile, tile.row + i * kChunk, staging);
   }
 
+  // Rows `row` .. row + 63 of the weight; the tensor map clips those that do not exist.
   __device__ __forceinline__ void store(float (&acc)[Tile::kCols / 2], const WeightTile& tile,
                                         int row, ResultStaging& staging) const {
     const ResultMatrix& to = params_.dw[tile.plane];
-    // The copy engine adds fp32 exactly once to each element; bf16 is added here, before the only rounding.
+    // The copy engine adds fp32, once to each element; bf16 is added here, before its only rounding.
     constexpr bool kAddHere = kAccumulate && std::is_same_v<Out, __nv_bfloat16>;
     if constexpr (kAddHere) add_old(acc, to, tile, row, staging.thread());
     constexpr int kRegisters = kResultCols<Out> / 2;
@@ -180,30 +159,32 @@ class GroupedWgradSm90 {
     }
   }
 
-  __device__ __forceinline__ void store_zero(const WeightTile& tile, int row,
+  __device__ __forceinline__ void store_zero(const WeightTile& tile,
                                              ResultStaging& staging) const {
-    if (kAccumulate) return;
-    for (int chunk = 0; chunk < Tile::kCols / kResultCols<Out>; ++chunk) {
-      staging.write(Out{}, [](int) { return 0.0f; });
-      staging.template send<Out>(params_.dw[tile.plane], tile.col + chunk * kResultCols<Out>, row,
-                                 tile.expert, kChunk);
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int row = tile.row + i * kChunk;
+      for (int chunk = 0; chunk < Tile::kCols / kResultCols<Out>; ++chunk) {
+        staging.write(Out{}, [](int) { return 0.0f; });
+        staging.template send<Out>(params_.dw[tile.plane], tile.col + chunk * kResultCols<Out>, row,
+                                   tile.expert, kChunk);
+      }
     }
   }
 
   __device__ __forceinline__ void add_old(float (&acc)[Tile::kCols / 2], const ResultMatrix& to,
-                                          const WeightTile& tile, int row, int thread) const {
+                                          const WeightTile& tile, int first_row, int thread) const {
     const int lane = thread % 32;
     const uint8_t* plane = to.data + tile.expert * to.plane_bytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row + thread / 32 * 16 + lane / 4 + half * 8;
-      if (r >= params_.rows) continue;
+      const int row = first_row + thread / 32 * 16 + lane / 4 + half * 8;
+      if (row >= params_.rows) continue;
 #pragma unroll
       for (int j = 0; j < Tile::kCols / 8; ++j) {
         const int col = tile.col + j * 8 + lane % 4 * 2;
         if (col >= to.cols) continue;
         const float2 old = __bfloat1622float2(
-            *reinterpret_cast<const __nv_bfloat162*>(plane + r * to.row_bytes + col * 2));
+            *reinterpret_cast<const __nv_bfloat162*>(plane + row * to.row_bytes + col * 2));
         acc[4 * j + 2 * half] += old.x;
         acc[4 * j + 2 * half + 1] += old.y;
       }

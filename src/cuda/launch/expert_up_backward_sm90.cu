@@ -12,11 +12,11 @@ Status launch_tile(const ExpertUpBackwardArgs& args, Stream stream) {
   const int64_t experts = args.gate.dims[0], cols = args.gate.dims[1];
   typename Kernel::Params params = {};
   const MatrixStack dh = {args.dh.data, DType::kBF16, width, rows, 2, 4 * width, 2 * width};
-  Status status = encode_tensor_map(dh, kChunk / Tile::kCluster, "dh", &params.lhs);
+  Status status = encode_tensor_map(dh, kChunk, "dh", &params.lhs);
   const ConstTensor* matrices[2] = {&args.gate, &args.up};
   for (int i = 0; i < 2 && status.ok(); ++i) {
     status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts, cols, width),
-                               kChunk / Tile::kCluster, i == 0 ? "gate" : "up", &params.rhs[i]);
+                               kChunk, i == 0 ? "gate" : "up", &params.rhs[i]);
   }
   if (status.ok()) {
     status = make_result(dense_stack(args.dx_rows.data, DType::kBF16, 1, rows, cols), "dx_rows",

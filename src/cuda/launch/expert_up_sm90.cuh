@@ -15,12 +15,12 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream 
   const int64_t m = args.a.dims[0], width = args.a.dims[1], experts = args.gate.dims[0];
   typename Kernel::Params params = {};
   Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, rows.dims[1]),
-                                    kChunk / Tile::kCluster, "x", &params.lhs);
+                                    kChunk, "x", &params.lhs);
   const ConstTensor* matrices[2] = {&args.gate, &args.up};
   for (int i = 0; i < 2 && status.ok(); ++i) {
     status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts,
                                            matrices[i]->dims[1], matrices[i]->dims[2]),
-                               kChunk / Tile::kCluster, i == 0 ? "gate" : "up", &params.rhs[i]);
+                               kChunk, i == 0 ? "gate" : "up", &params.rhs[i]);
   }
   if (status.ok()) {
     status = make_result(dense_stack(args.a.data, DType::kBF16, 1, m, width), "a", &params.epilogue.a);

@@ -13,6 +13,15 @@ using ExpertUpSm90Tiles =
 // `rows` [M, H] takes the place of args.x. Args are checked, sizes are positive, operands are bfloat16.
 Status launch_expert_up_sm90(const ExpertUpArgs& args, ConstTensor rows, int tile, Stream stream);
 
+using ExpertDownBackwardSm90Tiles =
+    std::tuple<GemmTile<128, 192, 4, 1, true>>;
+// Columns of every one of them: row_sums has a row a column tile.
+inline constexpr int64_t kDownBackwardTileCols = 192;
+
+// `rows` [M, H] takes the place of args.dy. row_sums [ceil(I / kDownBackwardTileCols), M] is scratch.
+Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, ConstTensor rows,
+                                        float* row_sums, int tile, Stream stream);
+
 // Tiles are GroupedGemmSm90Tiles.
 Status launch_expert_up_backward_sm90(const ExpertUpBackwardArgs& args, int tile, Stream stream);
 

@@ -15,11 +15,11 @@ Status launch_grouped_gemm_tile(const GroupedGemmArgs& args, Stream stream) {
   const int64_t experts = args.rhs.dims[0];
   typename Kernel::Params params = {};
   Status status = encode_tensor_map(dense_stack(args.lhs.data, DType::kBF16, 1, rows, contraction),
-                                    kChunk / Tile::kCluster, "lhs", &params.lhs);
+                                    kChunk, "lhs", &params.lhs);
   if (!status.ok()) return status;
   status = encode_tensor_map(
       dense_stack(args.rhs.data, DType::kBF16, experts, args.rhs.dims[1], args.rhs.dims[2]),
-      kChunk / Tile::kCluster, "rhs", &params.rhs[0]);
+      kChunk, "rhs", &params.rhs[0]);
   if (!status.ok()) return status;
   params.rhs[1] = params.rhs[0];
   status = make_result(dense_stack(args.out.data, args.out.dtype, 1, rows, cols), "out",

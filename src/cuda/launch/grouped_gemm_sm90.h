@@ -7,9 +7,7 @@
 namespace dropless::cuda {
 
 using GroupedGemmSm90Tiles =
-    std::tuple<GemmTile<128, 256, 4, 1, false>, GemmTile<128, 256, 4, 2, false>,
-               GemmTile<128, 192, 4, 2, false>, GemmTile<128, 128, 6, 2, true>,
-               GemmTile<128, 192, 4, 2, true>, GemmTile<64, 256, 4, 2, true>>;
+    std::tuple<GemmTile<128, 256, 4, 1, false>, GemmTile<128, 256, 4, 2, false>, GemmTile<128, 192, 4, 1, true>>;
 
 // Args are checked, sizes are positive, operands are bfloat16.
 Status launch_grouped_gemm_sm90(const GroupedGemmArgs& args, int tile, Stream stream);

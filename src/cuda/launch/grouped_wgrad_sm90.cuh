@@ -15,11 +15,11 @@ Status launch_grouped_wgrad_tile(const GroupedWgradArgs& args, Stream stream) {
   const int64_t experts = args.dw[0].dims[0];
   GroupedWgradParams params = {};
   Status status = encode_tensor_map(dense_stack(args.x.data, DType::kBF16, 1, depth, rows),
-                                    kChunk / Tile::kCluster, "x", &params.x);
+                                    kChunk, "x", &params.x);
   if (!status.ok()) return status;
   const MatrixStack dy = {args.dy.data,        DType::kBF16, cols, depth, planes, planes * cols * 2,
                           cols * 2};
-  status = encode_tensor_map(dy, kChunk / Tile::kCluster, "dy", &params.dy);
+  status = encode_tensor_map(dy, kChunk, "dy", &params.dy);
   for (int plane = 0; plane < planes && status.ok(); ++plane) {
     status = make_result(
         dense_stack(args.dw[plane].data, args.dw[plane].dtype, experts, rows, cols), "dw",

@@ -7,8 +7,7 @@
 namespace dropless::cuda {
 
 using GroupedWgradSm90Tiles =
-    std::tuple<GemmTile<128, 256, 4, 1, false>, GemmTile<128, 256, 4, 2, false>,
-               GemmTile<128, 192, 4, 2, false>, GemmTile<128, 128, 6, 2, true>>;
+    std::tuple<GemmTile<128, 256, 4, 1, false>, GemmTile<128, 256, 4, 2, false>, GemmTile<128, 192, 4, 1, true>>;
 
 // Args are checked, sizes are positive, operands are bfloat16 and contiguous (no gather).
 Status launch_grouped_wgrad_sm90(const GroupedWgradArgs& args, int tile, Stream stream);

@@ -8,6 +8,7 @@
 
 #include "cuda/launch/tensor_map.h"
 #include "cuda/tile/result.cuh"
+#include "cuda/tile/warp_rows.cuh"
 #include "dropless/status.h"
 
 namespace dropless::cuda {
@@ -31,6 +32,14 @@ inline Status make_result(const MatrixStack& stack, const char* name, ResultMatr
   result->plane_bytes = stack.plane_bytes;
   result->cols = static_cast<int>(stack.cols);
   return encode_tensor_map(stack, kChunk, name, &result->map);
+}
+
+inline Status make_rows(const MatrixStack& stack, const char* name, RowMatrix* rows) {
+  rows->data = static_cast<uint8_t*>(const_cast<void*>(stack.data));
+  rows->row_bytes = stack.row_bytes;
+  rows->plane_bytes = stack.plane_bytes;
+  rows->cols = static_cast<int>(stack.cols);
+  return check_tma(stack, name);
 }
 
 // One block a multiprocessor, fewer if there cannot be as many work items, in clusters of `cluster`.

@@ -31,13 +31,25 @@ __device__ __forceinline__ void store_shared_zero16(uint32_t smem_address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem_address), "r"(0) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_shared_16(uint32_t smem_address) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+__device__ __forceinline__ float4 load_shared_16(uint32_t smem_address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "r"(smem_address)
                : "memory");
   return value;
+}
+
+// 16 bytes from device to shared memory, asynchronously; zeros if not `present`.
+__device__ __forceinline__ void copy_async_16(uint32_t smem_address, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(from),
+               "r"(present ? 16 : 0)
+               : "memory");
+}
+
+// Waits for all of this thread's asynchronous copies.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Two floats rounded to nearest even, `low` in the lower half.

@@ -11,9 +11,10 @@
 
 namespace dropless::cuda {
 
-// One bf16 operand chunk: 64 x 64 elements, 64 of them in one row of 128 bytes, which is the width of the
-// widest shared-memory swizzle and of one TMA box.
+// bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA box. Also the
+// contraction depth of a pipeline stage.
 inline constexpr int kChunk = 64;
+// 64 rows of it.
 inline constexpr int kChunkBytes = kChunk * kChunk * 2;
 
 // A tile shape, as a type because nvcc cannot pass structs as template arguments of kernels.
@@ -30,9 +31,6 @@ struct GemmTile {
   static constexpr bool kPingpong = pingpong;
   static constexpr int kStageBytes = (rows + cols) * kChunk * 2;
 };
-
-// Results leave through two 8 KiB buffers a warpgroup: one is filled while the other is being stored.
-inline constexpr int kStagingBytes = 2 * kChunkBytes;
 
 // Tile rows are visited in panels of about this many rows, so that the blocks of one wave (132 on an H200)
 // cover a roughly square patch: 16 tiles of 128 rows x 8 of 256 columns.

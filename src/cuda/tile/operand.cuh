@@ -1,9 +1,5 @@
 // Operands of the sm_90a products: loading them by TMA into a pipeline of shared-memory stages, and
 // multiplying a stage.
-//
-// An operand's stage is a row of chunks (gemm_tile.h). K-major: chunk c holds rows 64c .. 64c+63 of the
-// operand, 64 contraction elements each. MN-major: chunk c holds 64 contraction steps of columns
-// 64c .. 64c+63. Both are swizzled by 128 bytes.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -14,12 +10,12 @@
 
 namespace dropless::cuda {
 
+// Which axis of an operand is contiguous: the contraction, or its rows (columns).
 enum class Major { kK, kMn };
 
 inline constexpr int kWarpgroup = 128;
-// Named barriers: one for each consumer warpgroup, and one that delays the second one's start.
+// Named barriers of the consumer warpgroups.
 inline constexpr int kWarpgroupBarrier = 1;  // + warpgroup
-inline constexpr int kStartBarrier = 3;
 
 // Position in the ring of stages.
 template <int kStages>
@@ -40,62 +36,40 @@ struct PipelineState {
   }
 };
 
-// Loads kChunks chunks of an operand whose first row (or column) is `mn` and whose first contraction element
-// is `k`. In a cluster every chunk travels in two halves; if `shared`, this block sends its half to both.
+// A stage of an operand of n rows (K-major) or columns (MN-major) is n / 64 chunks of 8 KiB, swizzled by 128 bytes:
+//   K-major:  64 rows of 64 contraction elements;
+//   MN-major: 64 contraction steps of 64 columns.
+// Larger boxes would need fewer copies, and measured slower.
+template <Major kMajor>
+struct OperandLayout {
+  // Eight rows of 128 bytes make one swizzle atom.
+  __device__ static __forceinline__ uint64_t descriptor(const uint8_t* chunk) {
+    return ptx::matrix_descriptor(ptx::shared_address(chunk), kMajor == Major::kK ? 16 : kChunkBytes,
+                                  1024);
+  }
+  // From one step of 16 contraction elements to the next, in a descriptor's units of 16 bytes.
+  static constexpr int kStep = kMajor == Major::kK ? 2 : 128;
+};
+
+// Loads kChunks chunks whose first row (column) is `mn` and whose first contraction element is `k`. In a cluster, if
+// `shared`, this block loads its half of them for both blocks.
 template <Major kMajor, int kChunks, int kCluster>
 __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* map,
                                             uint64_t* barrier, int mn, int k, int plane,
                                             bool shared, int rank) {
-  constexpr int kPart = kChunk / kCluster;
+  static_assert(kChunks % kCluster == 0);
+  constexpr int kShare = kChunks / kCluster;
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-    for (int part = 0; part < kCluster; ++part) {
-      if (kCluster > 1 && shared && part != rank) continue;
-      const int column = kMajor == Major::kK ? k : mn + chunk * kChunk;
-      const int row = kMajor == Major::kK ? mn + chunk * kChunk + part * kPart : k + part * kPart;
-      uint8_t* destination = smem + chunk * kChunkBytes + part * (kChunkBytes / kCluster);
-      if (kCluster > 1 && shared) {
-        ptx::tma_load_multicast(destination, map, barrier, column, row, plane, 3);
-      } else {
-        ptx::tma_load(destination, map, barrier, column, row, plane);
-      }
+  for (int i = 0; i < kChunks; ++i) {
+    const int chunk = kCluster > 1 && shared ? i + rank * kShare : i;
+    if (kCluster > 1 && shared && i >= kShare) break;
+    const int at = mn + chunk * kChunk;
+    const int column = kMajor == Major::kK ? k : at, row = kMajor == Major::kK ? at : k;
+    if (kCluster > 1 && shared) {
+      ptx::tma_load_multicast(smem + chunk * kChunkBytes, map, barrier, column, row, plane, 3);
+    } else {
+      ptx::tma_load(smem + chunk * kChunkBytes, map, barrier, column, row, plane);
     }
-  }
-}
-
-template <Major kMajor>
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
-  // Eight rows of 128 bytes make one swizzle atom; MN-major chunks follow each other.
-  return ptx::matrix_descriptor(smem_address, kMajor == Major::kMn ? kChunkBytes : 16, 1024);
-}
-
-// Step of a descriptor's address field (16-byte units) for 16 contraction elements.
-template <Major kMajor>
-inline constexpr int kDescriptorStep = kMajor == Major::kK ? 2 : 128;
-
-// acc (+)= a * b over the 64 contraction elements of one stage; kRowTiles blocks of 64 rows.
-template <Major kLhsMajor, Major kRhsMajor, int kRowTiles, int kRegisters>
-__device__ __forceinline__ void multiply_stage(float (&acc)[kRowTiles][kRegisters], uint64_t lhs,
-                                               uint64_t rhs, bool accumulate) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      ptx::wgmma<kLhsMajor == Major::kMn, kRhsMajor == Major::kMn>(
-          acc[i], lhs + i * (kChunkBytes / 16) + step * kDescriptorStep<kLhsMajor>,
-          rhs + step * kDescriptorStep<kRhsMajor>, accumulate || step > 0);
-    }
-  }
-}
-
-// Zeroes rows begin .. end - 1 of kChunks chunks; one warpgroup. Whole rows, so the swizzle does not matter.
-template <int kChunks>
-__device__ __forceinline__ void zero_rows(uint8_t* chunks, int begin, int end, int thread) {
-  const uint32_t base = ptx::shared_address(chunks) + thread % 8 * 16;
-  for (int i = thread / 8; i < kChunks * (end - begin); i += kWarpgroup / 8) {
-    const int row = begin + i / kChunks;
-    ptx::store_shared_zero16(base + i % kChunks * kChunkBytes + row * 128);
   }
 }
 
@@ -148,22 +122,32 @@ struct Stages {
     }
   }
 
-  // Consumer: multiplies `blocks` stages into kRowTiles row blocks, starting at 64-row chunk `chunk`.
-  // With one product in flight, a stage is released while the next one is being multiplied.
-  // issued(block) is called after each block's product has been issued.
-  template <int kRowTiles, int kRegisters, class Issued>
+  // Consumer: multiplies `blocks` stages into kRowTiles blocks of 64 rows, starting at 64-row chunk `chunk`.
+  // With one product in flight, a stage is released while the next one is being multiplied. Calls
+  // prepare(block, stage) before a block's product and issued(block) after issuing it.
+  template <int kRowTiles, int kRegisters, class Prepare, class Issued>
   __device__ __forceinline__ void multiply(float (&acc)[kRowTiles][kRegisters], State& state,
-                                           int blocks, int chunk, int thread, Issued issued) const {
-    const uint64_t lhs_base =
-        operand_descriptor<kLhsMajor>(ptx::shared_address(lhs(0)) + chunk * kChunkBytes);
-    const uint64_t rhs_base = operand_descriptor<kRhsMajor>(ptx::shared_address(rhs(0)));
+                                           int blocks, int chunk, int thread, Prepare prepare,
+                                           Issued issued) const {
+    using Lhs = OperandLayout<kLhsMajor>;
+    using Rhs = OperandLayout<kRhsMajor>;
+    const uint64_t lhs_base = Lhs::descriptor(lhs(0) + chunk * kChunkBytes);
+    const uint64_t rhs_base = Rhs::descriptor(rhs(0));
     int previous = 0;
     for (int block = 0; block < blocks; ++block) {
       ptx::mbarrier_wait(full + state.stage, state.phase);
+      prepare(block, state.stage);
       ptx::wgmma_fence();
       const uint32_t offset = state.stage * (kStageBytes / 16);
-      multiply_stage<kLhsMajor, kRhsMajor>(acc, lhs_base + offset, rhs_base + offset,
-                                                      block > 0);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          ptx::wgmma<kLhsMajor == Major::kMn, kRhsMajor == Major::kMn>(
+              acc[i], lhs_base + offset + i * (kChunkBytes / 16) + step * Lhs::kStep,
+              rhs_base + offset + step * Rhs::kStep, block > 0 || step > 0);
+        }
+      }
       ptx::wgmma_commit_group();
       issued(block);
       ptx::wgmma_wait_group<1>();
@@ -175,39 +159,16 @@ struct Stages {
     release(previous, thread);
   }
 
-  // Consumer, MN-major operands: as multiply, over `depth` contraction rows of which the last stage may hold
-  // fewer than 64. Both operands are zeroed past them up to the next step of 16, because what lies there
-  // belongs to the next group and 0 * Inf is NaN.
-  template <int kRowTiles, int kRegisters, class Issued>
-  __device__ __forceinline__ void multiply_ragged(float (&acc)[kRowTiles][kRegisters], State& state,
-                                                  int depth, int chunk, int thread, int barrier,
-                                                  Issued issued) const {
-    const uint64_t lhs_base =
-        operand_descriptor<kLhsMajor>(ptx::shared_address(lhs(0)) + chunk * kChunkBytes);
-    const uint64_t rhs_base = operand_descriptor<kRhsMajor>(ptx::shared_address(rhs(0)));
-    const int blocks = (depth + kChunk - 1) / kChunk;
-    int previous = 0;
-    for (int block = 0; block < blocks; ++block) {
-      ptx::mbarrier_wait(full + state.stage, state.phase);
-      const int left = depth - block * kChunk;
-      if (left < kChunk) {
-        zero_rows<kRowTiles>(lhs(state.stage) + chunk * kChunkBytes, left, kChunk, thread);
-        zero_rows<Tile::kCols / kChunk>(rhs(state.stage), left, kChunk, thread);
-        ptx::fence_proxy_async();
-        ptx::named_barrier_sync(barrier, kWarpgroup);
-      }
-      ptx::wgmma_fence();
-      const uint32_t offset = state.stage * (kStageBytes / 16);
-      multiply_stage<kLhsMajor, kRhsMajor>(acc, lhs_base + offset, rhs_base + offset, block > 0);
-      ptx::wgmma_commit_group();
-      issued(block);
-      ptx::wgmma_wait_group<1>();
-      if (block > 0) release(previous, thread);
-      previous = state.stage;
-      state.advance();
-    }
-    ptx::wgmma_wait_group<0>();
-    release(previous, thread);
+  // Consumer, MN-major operands: zeroes the contraction steps from `first` on of this warpgroup's kRowTiles
+  // chunks of lhs and of all of rhs. (Two warpgroups may both write the same zeros to rhs.)
+  template <int kRowTiles>
+  __device__ __forceinline__ void zero_tail(int stage, int first, int chunk, int thread,
+                                            int barrier) const {
+    static_assert(kLhsMajor == Major::kMn && kRhsMajor == Major::kMn);
+    zero_steps<kRowTiles>(lhs(stage) + chunk * kChunkBytes, first, thread);
+    zero_steps<Tile::kCols / kChunk>(rhs(stage), first, thread);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(barrier, kWarpgroup);
   }
 
   // Consumer: waits for its n-th turn. Without turns a warpgroup would look at a stage several rounds ahead,
@@ -220,12 +181,28 @@ struct Stages {
     if (thread == 0) ptx::mbarrier_arrive(turn + (1 - warpgroup));
   }
 
-  // Consumer: passes over stages that hold nothing for it.
-  __device__ __forceinline__ void drain(State& state, int blocks, int thread) const {
-    for (int block = 0; block < blocks; ++block) {
-      ptx::mbarrier_wait(full + state.stage, state.phase);
-      release(state.stage, thread);
-      state.advance();
+  // Consumer: passes over stages that hold nothing for it. One thread looks at them; the others wait for it, for a
+  // thread that came late could find a barrier two phases on and wait for ever.
+  __device__ __forceinline__ void drain(State& state, int blocks, int warpgroup, int thread) const {
+    if (thread < 32) {
+      State ahead = state;
+      for (int block = 0; block < blocks; ++block) {
+        ptx::mbarrier_wait(full + ahead.stage, ahead.phase);
+        release(ahead.stage, thread);
+        ahead.advance();
+      }
+    }
+    state.advance(blocks);
+    ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
+  }
+
+ private:
+  template <int kChunks>
+  __device__ static __forceinline__ void zero_steps(uint8_t* smem, int first, int thread) {
+    // Whole 128-byte rows, eight threads each, so the swizzle does not matter.
+    const uint32_t base = ptx::shared_address(smem) + thread % 8 * 16;
+    for (int i = thread / 8; i < kChunks * (kChunk - first); i += kWarpgroup / 8) {
+      ptx::store_shared_zero16(base + i % kChunks * kChunkBytes + (first + i / kChunks) * 128);
     }
   }
 };

@@ -28,10 +28,12 @@ struct alignas(128) ResultMatrix {
 template <class Out>
 inline constexpr int kResultCols = 128 / static_cast<int>(sizeof(Out));
 
-// One warpgroup's pair of staging buffers.
+// One warpgroup's pair of staging buffers: one is filled while the other is being stored.
 class ResultStaging {
  public:
-  __device__ ResultStaging(uint8_t* buffers /* kStagingBytes, 1024-byte aligned */, int warpgroup)
+  static constexpr int kBytes = 2 * kChunkBytes;
+
+  __device__ ResultStaging(uint8_t* buffers /* kBytes, 1024-byte aligned */, int warpgroup)
       : buffers_(buffers), thread_(threadIdx.x % kWarpgroup), barrier_(kWarpgroupBarrier + warpgroup) {}
 
   __device__ __forceinline__ int thread() const { return thread_; }
@@ -109,7 +111,7 @@ class ResultStaging {
                    static_cast<int64_t>(col) * sizeof(Out) + unit * 16;
     const uint32_t base = ptx::shared_address(buffer());
     for (int r = thread_ / 8; r < rows; r += kWarpgroup / 8) {
-      *reinterpret_cast<uint4*>(out + r * to.row_bytes) =
+      *reinterpret_cast<float4*>(out + r * to.row_bytes) =
           ptx::load_shared_16(base + r * 128 + ((unit ^ (r & 7)) << 4));
     }
   }
