@@ -70,8 +70,12 @@ void add_x86_kernels(Available* found) {
       avx2 && zmm && bit(b7, 16) && bit(b7, 17) && bit(b7, 30) && bit(b7, 31);  // F, DQ, BW, VL
   const bool amx = avx512 && tiles && bit(d7, 22) && bit(d7, 24);               // AMX-BF16, -TILE
   if (amx && may_use_tiles()) found->add(kAmxSet);
-  if (avx512 && bit(a71, 5)) found->add(kAvx512Bf16Set);
+  // Intel's VDPBF16PS takes two cycles: there, widening to float32 is twice as fast
+  // (docs/cpu_gemm.md).
+  const bool bf16 = avx512 && bit(a71, 5), slow_bf16 = __builtin_cpu_is("intel");
+  if (bf16 && !slow_bf16) found->add(kAvx512Bf16Set);
   if (avx512) found->add(kAvx512Set);
+  if (bf16 && slow_bf16) found->add(kAvx512Bf16Set);
   if (avx2) found->add(kAvx2Set);
 }
 
