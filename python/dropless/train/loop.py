@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import fcntl
 import logging
+import math
 import pathlib
 import signal
 import time
@@ -175,9 +176,9 @@ class _Run:
         ):
             try:
                 last = self._steps(first, batches, checkpoints)
+            finally:
                 with self.clock.on("checkpoint"):
                     checkpoints.close()
-            finally:
                 self.log.close()
                 self.events.close()
         return self._finish(last)
@@ -230,6 +231,8 @@ class _Run:
         if evaluate:
             with self.clock.on("evaluate"):
                 record["held_out_loss"] = self._held_out_loss()
+            if not math.isfinite(record["held_out_loss"]):
+                raise _NotFinite(step)
             self.last_done = time.perf_counter()
         with self.clock.on("write"):
             self.log.write(record)

@@ -115,7 +115,7 @@ def _headline(results: dict[str, str], device: Device) -> list[str]:
     chosen = [
         f"{name} {results[name].split(' (')[0]}" for name in ("training loss", "held-out loss")
     ]
-    return [*chosen, results["speed"].split(",  ")[0], f"{device.count} x {device.kind}"]
+    return [*chosen, results["speed"], f"{device.count} x {device.kind}"]
 
 
 def _device(device: Device) -> dict[str, str]:
