@@ -98,10 +98,12 @@ def test_j4_vmap_equals_a_loop(axes):
 def test_j4_gradient_of_vmap():
     cases = [oracle.layer_case(CONFIG, (11, 40), seed=s) for s in range(3)]
     xs, params, dys = (stack([case[i] for case in cases]) for i in range(3))
-    total = jax.grad(lambda p: jnp.sum(jax.vmap(loss)(xs, p, dys)))(params)
+    total = jax.jit(jax.grad(lambda p: jnp.sum(jax.vmap(loss)(xs, p, dys))))(params)
     each = stack([GRADIENT(*case, CONFIG)[1][1] for case in cases])
     same(total, each, CLOSE)
-    shared = jax.grad(lambda p: jnp.sum(jax.vmap(loss, (0, None, 0))(xs, p, dys)))(cases[0][1])
+    shared = jax.jit(jax.grad(lambda p: jnp.sum(jax.vmap(loss, (0, None, 0))(xs, p, dys))))(
+        cases[0][1]
+    )
     parts = [GRADIENT(case[0], cases[0][1], case[2], CONFIG)[1][1] for case in cases]
     same(shared, jax.tree.map(lambda *g: sum(np.asarray(v, np.float64) for v in g), *parts), CLOSE)
 
