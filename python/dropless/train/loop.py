@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import logging
 import math
 import pathlib
@@ -56,6 +57,9 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
     train_tokens, held_out_tokens, vocab_size = text_data.tokenize(text, config.tokenizer)
     text_data.check_length(train_tokens, held_out_tokens, config.seq_len)
     read = text.fingerprint()
+    if config.tokenizer is not None:
+        content = pathlib.Path(config.tokenizer).read_bytes()
+        read["tokenizer_sha256"] = hashlib.sha256(content).hexdigest()
     if fingerprint is not None and read != fingerprint:
         raise UserError(
             f"the text is not the one that the run in {out} was started with; restore the files, "
