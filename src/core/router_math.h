@@ -18,14 +18,14 @@ namespace dropless::router {
 
 // exp(x) for x <= 0, to about 1 ulp; 0 below the smallest normal result.
 DROPLESS_HOST_DEVICE inline float exp_nonpositive(float x) {
-  if (x != x) return x;
-  if (x < -87.3f) return 0.0f;  // exp(-87.34) = 2^-126
+  constexpr float kSmallest = -87.3f;              // exp(-87.34) = 2^-126
+  const float z = x >= kSmallest ? x : kSmallest;  // NaN too: no branches, a warp would diverge
   // Adding 1.5*2^23 rounds x/ln2 to an integer n in the low mantissa bits.
   constexpr float kMagic = 12582912.0f;
-  const float shifted = std::fma(x, 0x1.715476p+0f, kMagic);
+  const float shifted = std::fma(z, 0x1.715476p+0f, kMagic);
   const float n = shifted - kMagic;
   // ln2 in two parts (Cody & Waite): the first has few enough bits that n * high is exact.
-  float r = std::fma(n, -0x1.62e400p-1f, x);
+  float r = std::fma(n, -0x1.62e400p-1f, z);
   r = std::fma(n, -0x1.7f7d1cp-20f, r);
   // exp(r) on [-ln2/2, ln2/2] by its Taylor series: the first term left out is below 2^-27.
   float p = 0x1.a01a02p-13f;            // 1/5040
@@ -37,7 +37,8 @@ DROPLESS_HOST_DEVICE inline float exp_nonpositive(float x) {
   p = std::fma(p, r, 1.0f);
   p = std::fma(p, r, 1.0f);
   const int32_t exponent = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kMagic);
-  return std::bit_cast<float>(std::bit_cast<int32_t>(p) + exponent * (1 << 23));
+  const float result = std::bit_cast<float>(std::bit_cast<int32_t>(p) + exponent * (1 << 23));
+  return x >= kSmallest ? result : (x != x ? x : 0.0f);
 }
 
 DROPLESS_HOST_DEVICE inline float sigmoid(float z) {

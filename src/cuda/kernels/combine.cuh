@@ -117,14 +117,14 @@ struct CombineParams {
   int experts_per_token;
 };
 
-// Accesses that a thread has in flight, spread over rows of the token and columns.
-constexpr int kCombineUnroll = 8;
+constexpr int kCombineThreads = 256;
 
-// Grid: (tokens, segments). A thread sums kCombineUnroll / kRows packs of N columns, blockDim.x
-// packs apart, kRows rows a step; the order is that of k, in fp32.
-template <class In, class OutElement, int N, int kRows>
-__global__ void combine_kernel(CombineParams<In, OutElement> p) {
-  constexpr int kPacks = kCombineUnroll / kRows;
+// Grid: (tokens, segments). A thread sums kPacks packs of N columns, blockDim.x packs apart, and
+// reads kRows rows a step; the order is that of k, in fp32. Four blocks an SM: more registers for
+// more accesses a thread measured slower than more threads.
+template <class In, class OutElement, int N, int kRows, int kPacks>
+__global__ void __launch_bounds__(kCombineThreads, 4)
+    combine_kernel(CombineParams<In, OutElement> p) {
   const int64_t t = blockIdx.x;
   const int64_t first_slot = t * p.experts_per_token;
   const int64_t first = (static_cast<int64_t>(blockIdx.y) * kPacks * blockDim.x + threadIdx.x) * N;
@@ -155,7 +155,7 @@ __global__ void combine_kernel(CombineParams<In, OutElement> p) {
       for (int j = 0; j < kPacks; ++j) {
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          sum[j][c] = fmaf(weight[i], to_float(held[i][j].element[c]), sum[j][c]);
+          sum[j][c] = fmaf(weight[i], held[i][j][c], sum[j][c]);
         }
       }
     }
@@ -164,10 +164,7 @@ __global__ void combine_kernel(CombineParams<In, OutElement> p) {
   for (int j = 0; j < kPacks; ++j) {
     const int64_t column = first + j * step;
     if (column >= p.width) continue;
-    Pack<OutElement, N> result;
-#pragma unroll
-    for (int c = 0; c < N; ++c) result.element[c] = from_float<OutElement>(sum[j][c]);
-    result.store(p.out + t * p.width + column);
+    Pack<OutElement, N>::from(sum[j]).store(p.out + t * p.width + column);
   }
 }
 
@@ -230,14 +227,14 @@ __global__ void __launch_bounds__(kCombineBackwardWarps* kWarpSize)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (row[i] < 0) continue;
-        Pack<Row, N> d_row;
+        float d_row[N];
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          const float g = to_float(gradient.element[c]);
-          dot[i] = fmaf(g, to_float(value[i].element[c]), dot[i]);
-          d_row.element[c] = from_float<Row>(weight[i] * g);
+          const float g = gradient[c];
+          dot[i] = fmaf(g, value[i][c], dot[i]);
+          d_row[c] = weight[i] * g;
         }
-        d_row.store(p.d_rows + row[i] * p.width + column);
+        Pack<Row, N>::from(d_row).store(p.d_rows + row[i] * p.width + column);
       }
     }
 #pragma unroll
@@ -297,7 +294,7 @@ __global__ void __launch_bounds__(kGroupSumWarps* kWarpSize) group_sum_kernel(Gr
       const float weight = weighted ? p.weights[slot] : 1.0f;
       const Pack<T, N> value = Pack<T, N>::load(p.x + index * p.width + column);
 #pragma unroll
-      for (int c = 0; c < N; ++c) sum[c] = fmaf(weight, to_float(value.element[c]), sum[c]);
+      for (int c = 0; c < N; ++c) sum[c] = fmaf(weight, value[c], sum[c]);
     }
   }
 #pragma unroll

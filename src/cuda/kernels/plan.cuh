@@ -22,10 +22,11 @@ struct CountSlotsParams {
   int tokens_per_chunk;
 };
 
-// Grid: chunks. Block: full warps. Shared: [warps, E] int32.
-__global__ void count_slots_kernel(CountSlotsParams p) {
+// Grid: chunks. Shared: [warps, E] int32.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) count_slots_kernel(CountSlotsParams p) {
+  constexpr int kWarps = kThreads / kWarpSize;
   extern __shared__ int shared[];
-  const int warps = blockDim.x / kWarpSize;
   const int lane = lane_id();
   const int num_experts = p.num_experts;
   // Fewer than 2^31 slots in all, so those of one chunk fit an int.
@@ -34,7 +35,7 @@ __global__ void count_slots_kernel(CountSlotsParams p) {
   const int slots = static_cast<int>(min(
       int64_t{chunk_slots}, static_cast<int64_t>(p.tokens) * p.experts_per_token - chunk_begin));
   // Whole steps of 32 slots, so that a step belongs to one warp.
-  const int slots_per_warp = (slots + kWarpSize * warps - 1) / (kWarpSize * warps) * kWarpSize;
+  const int slots_per_warp = (slots + kWarpSize * kWarps - 1) / (kWarpSize * kWarps) * kWarpSize;
   const int begin = threadIdx.x / kWarpSize * slots_per_warp;
   const int end = min(begin + slots_per_warp, slots);
 
@@ -58,8 +59,8 @@ __global__ void count_slots_kernel(CountSlotsParams p) {
   }
 
   __syncthreads();
-  scan_over_warps(shared, warps, num_experts,
-                  p.counts + static_cast<int64_t>(blockIdx.x) * num_experts);
+  scan_over_warps<kWarps>(shared, num_experts,
+                          p.counts + static_cast<int64_t>(blockIdx.x) * num_experts);
   __syncthreads();
   add_ranks_of_warps(shared, num_experts, slots, slots_per_warp, p.ids + chunk_begin,
                      p.rank + chunk_begin);

@@ -75,7 +75,8 @@ struct TokenScores {
       weighted += score[j] > 0.0f ? score[j] * d : 0.0f;
     }
     exp_sum = warp_sum(exp_sum);
-    lse = largest + logf(exp_sum);
+    float log_sum = logf(exp_sum);
+    lse = largest + log_sum;
     score_sum = exp_sum;
     if (kind == RouterScore::kSigmoid) {
       score_sum = weighted = 0.0f;
@@ -86,8 +87,9 @@ struct TokenScores {
         weighted += score[j] > 0.0f ? score[j] * logf(score[j]) : 0.0f;
       }
       score_sum = warp_sum(score_sum);
+      log_sum = logf(score_sum);
     }
-    entropy = logf(score_sum) - warp_sum(weighted) / score_sum;
+    entropy = log_sum - warp_sum(weighted) / score_sum;
   }
 };
 
@@ -110,31 +112,80 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
   }
 }
 
+// Keys per lane up to which a lane sorts them before the selection; sorting more costs more than it
+// saves.
+constexpr int kMaxSortedKeys = 8;
+
+// Sorts a lane's keys, largest first and equal ones in their order, by odd-even transposition.
+// Returns their old places, four bits each, the first in the lowest bits.
+template <int V>
+__device__ uint32_t sort_keys(uint32_t (&keys)[V]) {
+  static_assert(V <= kMaxSortedKeys, "the places must fit 32 bits");
+  int place[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) place[j] = j;
+#pragma unroll
+  for (int pass = 0; pass < V; ++pass) {
+#pragma unroll
+    for (int j = pass % 2; j + 1 < V; j += 2) {
+      const bool swap = keys[j + 1] > keys[j];
+      const uint32_t larger = max(keys[j], keys[j + 1]);
+      keys[j + 1] = min(keys[j], keys[j + 1]);
+      keys[j] = larger;
+      const int first = swap ? place[j + 1] : place[j];
+      place[j + 1] = swap ? place[j] : place[j + 1];
+      place[j] = first;
+    }
+  }
+  uint32_t places = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) places |= static_cast<uint32_t>(place[j]) << (4 * j);
+  return places;
+}
+
+// Whether this lane's `key` is the largest of the warp; of equal ones the lowest expert wins.
+__device__ inline bool wins_selection(uint32_t key, int expert) {
+  bool wins = key == __reduce_max_sync(kFullWarp, key);
+  if (__popc(__ballot_sync(kFullWarp, wins)) > 1) {
+    const unsigned candidate = wins ? expert : kFullWarp;
+    wins = __reduce_min_sync(kFullWarp, candidate) == candidate && wins;
+  }
+  return wins;
+}
+
 // Takes the K best keys one after another, spending them, and leaves their experts in `chosen` [K],
 // shared memory of the warp.
 template <int V>
 __device__ void select_experts(uint32_t (&keys)[V], int experts_per_token, int* chosen) {
-  for (int k = 0; k < experts_per_token; ++k) {
-    uint32_t best = keys[0];
-    int best_j = 0;
+  const int lane = lane_id();
+  if constexpr (V <= kMaxSortedKeys) {
+    uint32_t places = sort_keys(keys);
+    for (int k = 0; k < experts_per_token; ++k) {
+      const int expert = lane + kWarpSize * static_cast<int>(places & 0xF);
+      if (!wins_selection(keys[0], expert)) continue;
+      chosen[k] = expert;
+      places >>= 4;
 #pragma unroll
-    for (int j = 1; j < V; ++j) {
-      if (keys[j] > best) {
-        best = keys[j];
-        best_j = j;
+      for (int j = 0; j + 1 < V; ++j) keys[j] = keys[j + 1];
+      keys[V - 1] = kNoKey;
+    }
+  } else {
+    for (int k = 0; k < experts_per_token; ++k) {
+      uint32_t best = keys[0];
+      int best_j = 0;
+#pragma unroll
+      for (int j = 1; j < V; ++j) {
+        if (keys[j] > best) {
+          best = keys[j];
+          best_j = j;
+        }
       }
-    }
-    const int expert = lane_id() + kWarpSize * best_j;
-    bool wins = best == __reduce_max_sync(kFullWarp, best);
-    if (__popc(__ballot_sync(kFullWarp, wins)) > 1) {
-      // Equal keys in several lanes: the lowest expert.
-      const unsigned candidate = wins ? expert : kFullWarp;
-      wins = __reduce_min_sync(kFullWarp, candidate) == candidate && wins;
-    }
-    if (wins) chosen[k] = expert;
+      const bool wins = wins_selection(best, lane + kWarpSize * best_j);
+      if (wins) chosen[k] = lane + kWarpSize * best_j;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (wins && j == best_j) keys[j] = kNoKey;
+      for (int j = 0; j < V; ++j) {
+        if (wins && j == best_j) keys[j] = kNoKey;
+      }
     }
   }
   __syncwarp();
@@ -182,11 +233,12 @@ __device__ inline Choice score_choice(const RouterOptions& options, float logit,
 
 // Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes
 // the chunk's counts [E].
-__device__ inline void scan_over_warps(int* counts_of_warp, int warps, int num_experts,
-                                       int32_t* chunk_counts) {
-  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+template <int kWarps>
+__device__ void scan_over_warps(int* counts_of_warp, int num_experts, int32_t* chunk_counts) {
+  for (int e = threadIdx.x; e < num_experts; e += kWarps * kWarpSize) {
     int before = 0;
-    for (int w = 0; w < warps; ++w) {
+#pragma unroll 16  // so that the loads overlap
+    for (int w = 0; w < kWarps; ++w) {
       const int count = counts_of_warp[w * num_experts + e];
       counts_of_warp[w * num_experts + e] = before;
       before += count;
@@ -211,7 +263,8 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
   constexpr int kWarps = kThreads / kWarpSize;
   __shared__ int chosen_of_warp[kWarps][kWarpSize];
   extern __shared__ int shared[];
-  const int warp = threadIdx.x / kWarpSize;
+  // A broadcast tells the compiler that the warp's loop below does not diverge.
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
   const int lane = lane_id();
   const int num_experts = p.num_experts;
   const int top_k = p.experts_per_token;
@@ -239,7 +292,7 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
     if (t + 1 < end) next.load(p.logits + (t + 1) * num_experts, num_experts);
     const int64_t slot = t * top_k + lane;
     const bool is_choice = lane < top_k;
-    if (p.mask != nullptr && p.mask[t] == 0) {
+    if (p.mask != nullptr && __all_sync(kFullWarp, p.mask[t] == 0)) {
       if (is_choice) {
         p.ids[slot] = -1;
         p.weights[slot] = 0.0f;
@@ -274,7 +327,7 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
   }
 
   __syncthreads();
-  scan_over_warps(shared, kWarps, num_experts, p.counts + chunk * num_experts);
+  scan_over_warps<kWarps>(shared, num_experts, p.counts + chunk * num_experts);
   __syncthreads();
   add_ranks_of_warps(shared, num_experts, static_cast<int>(chunk_end - chunk_begin) * top_k,
                      tokens_per_warp * top_k, p.ids + chunk_begin * top_k,
@@ -291,6 +344,7 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
   __syncthreads();
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     float sum = 0.0f;
+#pragma unroll 16
     for (int w = 0; w < kWarps; ++w) sum += partial[w * num_experts + e];
     p.prob_sum[chunk * num_experts + e] = sum;
   }

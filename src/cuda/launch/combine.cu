@@ -19,7 +19,7 @@ constexpr int kColumns = 16 / static_cast<int>(std::min({sizeof(T)...}));
 
 template <class T, int N>
 bool packs_fit(const void* data, int64_t width) {
-  return width % N == 0 && is_aligned(data, sizeof(Pack<T, N>));
+  return width % N == 0 && is_aligned(data, alignof(Pack<T, N>));
 }
 
 // Calls f with the C++ type of a float32 or bfloat16 tensor's elements, as a null pointer to it.
@@ -48,14 +48,15 @@ void launch_permute(const PermuteParams& p, Stream stream) {
   }
 }
 
-template <class In, class OutElement, int N, int kRows>
+template <class In, class OutElement, int N, int kRows, int kPacks>
 void launch_combine_rows(const CombineParams<In, OutElement>& p, Stream stream) {
-  // As few blocks a token as kThreads allows, all of one size.
-  const int64_t work = ceil_div(p.width, N * (kCombineUnroll / kRows));
-  const int64_t segments = ceil_div(work, kThreads);
+  // As few blocks a token as possible, all of one size.
+  const int64_t work = ceil_div(p.width, N * kPacks);
+  const int64_t segments = ceil_div(work, kCombineThreads);
   const int64_t threads = ceil_div(ceil_div(work, segments), kWarpSize) * kWarpSize;
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(segments));
-  combine_kernel<In, OutElement, N, kRows><<<grid, static_cast<unsigned>(threads), 0, stream>>>(p);
+  combine_kernel<In, OutElement, N, kRows, kPacks>
+      <<<grid, static_cast<unsigned>(threads), 0, stream>>>(p);
 }
 
 template <class In, class OutElement, int N>
@@ -69,13 +70,14 @@ void launch_combine(const CombineArgs& args, Stream stream) {
   p.num_rows = args.rows.dims[0];
   p.width = args.out.dims[1];
   p.experts_per_token = static_cast<int>(args.row_of_slot.dims[1]);
-  // Single columns are the slow path of odd widths: one instance is enough.
-  if (N == 1 || p.experts_per_token > 4) {
-    launch_combine_rows<In, OutElement, N, 8>(p, stream);
+  // Single columns are the slow path of odd widths: one instance is enough. Eight packs of float32
+  // would not fit the registers.
+  if (N == 1 || (p.experts_per_token > 4 && sizeof(In) == 2)) {
+    launch_combine_rows<In, OutElement, N, 8, 1>(p, stream);
   } else if (p.experts_per_token > 2) {
-    launch_combine_rows<In, OutElement, N, 4>(p, stream);
+    launch_combine_rows<In, OutElement, N, 4, 1>(p, stream);
   } else {
-    launch_combine_rows<In, OutElement, N, 2>(p, stream);
+    launch_combine_rows<In, OutElement, N, 2, 2>(p, stream);
   }
 }
 

@@ -6,8 +6,6 @@
 namespace dropless::cuda {
 namespace {
 
-constexpr int kRowsThreads = 256;
-
 template <class T>
 Status launch_quantize_rows(const QuantizeRowsArgs& args, Stream stream) {
   QuantizeRowsParams<T> p;
@@ -20,10 +18,9 @@ Status launch_quantize_rows(const QuantizeRowsArgs& args, Stream stream) {
   p.rounding = args.scale_rounding;
   const int64_t blocks = p.rows * p.blocks_per_row;
   if (blocks == 0) return Status();
-  const bool packs = p.width % kPackSize == 0 && is_aligned(p.x, sizeof(Pack<T, kPackSize>)) &&
+  const bool packs = p.width % kPackSize == 0 && is_aligned(p.x, alignof(Pack<T, kPackSize>)) &&
                      is_aligned(p.q, kPackSize);
-  const int64_t lanes =
-      packs ? ceil_div(blocks, kRowsUnroll<T>) * kLanesPerBlock : blocks * kWarpSize;
+  const int64_t lanes = packs ? ceil_div(blocks, kRowsUnroll) * kLanesPerBlock : blocks * kWarpSize;
   const unsigned grid = static_cast<unsigned>(ceil_div(lanes, kRowsThreads));
   if (packs) {
     quantize_rows_kernel<T><<<grid, kRowsThreads, 0, stream>>>(p);
@@ -49,7 +46,7 @@ Status launch_quantize_weight(const QuantizeWeightArgs& args, Stream stream) {
                   static_cast<unsigned>(ceil_div(p.rows, kScaleBlock)),
                   static_cast<unsigned>(args.w.dims[0]));
   const bool vector = p.rows % kQuad == 0 && p.cols % kPackSize == 0 &&
-                      is_aligned(p.w, sizeof(Pack<T, kPackSize>)) && is_aligned(p.q, kPackSize) &&
+                      is_aligned(p.w, alignof(Pack<T, kPackSize>)) && is_aligned(p.q, kPackSize) &&
                       is_aligned(p.q_t, kQuad);
   if (vector) {
     quantize_weight_kernel<T, true><<<grid, kWeightThreads, 0, stream>>>(p);

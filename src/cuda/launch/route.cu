@@ -184,9 +184,11 @@ Status plan(const PlanArgs& args, Tensor workspace, Stream stream) {
     p.num_experts = place.num_experts;
     p.experts_per_token = place.experts_per_token;
     p.tokens_per_chunk = place.tokens_per_chunk;
-    const int threads = threads_of(static_cast<int>(ceil_div(num_experts, kWarpSize)));
-    const int64_t words = threads / kWarpSize * num_experts;
-    count_slots_kernel<<<static_cast<unsigned>(place.chunks), threads, words * 4, stream>>>(p);
+    dispatch_experts(num_experts, [&](auto, auto threads) {
+      const int64_t words = threads() / kWarpSize * num_experts;
+      count_slots_kernel<threads()>
+          <<<static_cast<unsigned>(place.chunks), threads(), words * 4, stream>>>(p);
+    });
     DROPLESS_RETURN_IF_ERROR(launch_status("plan"));
   }
   launch_place(place, stream);
