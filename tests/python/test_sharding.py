@@ -102,6 +102,29 @@ def test_j2_data_parallel_without_a_gather(how, kind):
     assert got[0][0].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
 
 
+def test_j3_either_partitioner_of_xla():
+    kept = jax.config.jax_use_shardy_partitioner
+    try:
+        for shardy in (True, False):
+            jax.config.update("jax_use_shardy_partitioner", shardy)
+            same(gradient()(*placed(make_mesh("auto"))), single_device()[0])
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", kept)
+
+
+def test_j4_pmap_on_two_devices():
+    x, params, dy = case()
+    halves = jax.tree.map(lambda a: a.reshape(2, 4, *a.shape[1:]), (x, dy))
+
+    def total(params, x, dy):
+        return objective(x, params, dy)[0]
+
+    got = jax.pmap(jax.grad(total), in_axes=(None, 0, 0))(params, *halves)
+    for i in range(2):
+        want = jax.jit(jax.grad(total))(params, halves[0][i], halves[1][i])
+        same(jax.tree.map(lambda leaf, i=i: leaf[i], got), want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_h1_mask_and_all_axes(kind):
     want, mask = single_device(masked=True)
