@@ -209,8 +209,9 @@ def test_h1_padding_changes_nothing(precision):
     mask = jnp.zeros(164, jnp.int32).at[3::4].set(1)
     (y, aux), (dx, dparams) = run(cfg, x, params, dy)
     (y_p, aux_p), (dx_p, dparams_p) = run(cfg, padded_x, params, padded_dy, mask)
+    # Close, not equal: XLA's product for the router may block 164 rows otherwise than 41.
     limit = oracle.bound("f32", 164, 14)
-    np.testing.assert_array_equal(y_p[3::4], y)
+    oracle.assert_close("y", y_p[3::4], y, limit)
     oracle.assert_close("dx", dx_p[3::4], dx, limit)
     np.testing.assert_array_equal(aux_p.expert_counts, aux.expert_counts)
     for name in oracle.LOSSES:
