@@ -1,5 +1,6 @@
 // Workspace sizes of the CUDA backend. Host code without CUDA, since a program compiled for a CPU
 // must have buffers of the same shapes.
+#include "core/product_workspace.h"
 #include "core/routing_chunks.h"
 #include "dropless/cuda.h"
 
@@ -12,5 +13,35 @@ int64_t route_workspace_bytes(const RouteArgs& args) {
 int64_t plan_workspace_bytes(const PlanArgs& args) {
   return routing_workspace(args.ids.dims[0], args.plan.counts.dims[0]).plan_bytes;
 }
+
+namespace {
+
+// Arrays of a workspace start at multiples of 256 bytes.
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
+
+}  // namespace
+
+int64_t grouped_gemm_workspace_bytes(const GroupedGemmArgs&) { return 0; }
+
+// A copy of the gathered operand in row order.
+int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args) {
+  const int64_t rows = args.slot_of_row.dims[0], size = size_of(args.x.dtype);
+  if (args.gather == Gather::kLhs) return aligned(rows * args.x.dims[1] * size);
+  if (args.gather == Gather::kRhs) return aligned(rows * args.dy.dims[1] * args.dy.dims[2] * size);
+  return 0;
+}
+
+int64_t expert_up_workspace_bytes(const ExpertUpArgs& args) {
+  return aligned(args.a.dims[0] * args.x.dims[1] * size_of(args.x.dtype));
+}
+
+// dy in row order, and a partial sum for each row and tile of columns.
+int64_t expert_down_backward_workspace_bytes(const ExpertDownBackwardArgs& args) {
+  const int64_t rows = args.h.dims[0];
+  return aligned(rows * args.dy.dims[1] * size_of(args.dy.dtype)) +
+         aligned(ceil_div(args.h.dims[2], kDownBackwardTileCols) * rows * 4);
+}
+
+int64_t expert_up_backward_workspace_bytes(const ExpertUpBackwardArgs&) { return 0; }
 
 }  // namespace dropless::cuda

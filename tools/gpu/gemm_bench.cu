@@ -112,10 +112,10 @@ void bench_up(const Layer& layer) {
   args.a = a;
   const ConstTensor rows = x;
   std::vector<Timed> timed;
-  const std::vector<std::string> names = tile_names<cuda::ExpertUpSm90Tiles>();
+  const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertUpSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back({names[tile], 4.0 * layer.rows * layer.model * layer.width,
-                     [=] { require(cuda::launch_expert_up_sm90(args, rows, tile, nullptr)); }, {}});
+                     [=] { require(cuda::launch_expert_up_sm90(args, rows, nullptr)); }, {}});
   }
   print("up", layer.name, timed);
 }
@@ -168,12 +168,11 @@ void bench_down_backward(const Layer& layer) {
   const ConstTensor rows = dy;
   float* row_sums = sums.as<float>();
   std::vector<Timed> timed;
-  const std::vector<std::string> names = tile_names<cuda::ExpertDownBackwardSm90Tiles>();
+  const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back({names[tile], 2.0 * layer.rows * layer.model * layer.width,
                      [=] {
-                       require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, tile,
-                                                                      nullptr));
+                       require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, nullptr));
                      },
                      {}});
   }

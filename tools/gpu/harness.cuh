@@ -66,6 +66,11 @@ class Array {
   void upload(const std::vector<T>& host) {
     HARNESS_CUDA(cudaMemcpy(tensor_.data, host.data(), host.size() * sizeof(T), cudaMemcpyDefault));
   }
+  std::vector<uint8_t> download_bytes() const {
+    std::vector<uint8_t> host(tensor_.bytes());
+    HARNESS_CUDA(cudaMemcpy(host.data(), tensor_.data, host.size(), cudaMemcpyDefault));
+    return host;
+  }
   template <class T>
   std::vector<T> download() const {
     std::vector<T> host(tensor_.size());

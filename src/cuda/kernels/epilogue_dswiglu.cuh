@@ -1,23 +1,69 @@
 // Epilogue of expert_down_backward: from dA' = dy * down^T (in the accumulators), h and the routing weight p,
 //   dh_gate = p dA' act'(h_gate) h_up,  dh_up = p dA' act(h_gate),  pA = p act(h_gate) h_up,
 // and the sum of dA' * A over this tile's columns, the tile's share of p's gradient.
+//
+// 64 columns at a time, each warp turns its 16 rows of dA' around in shared memory, so that a lane holds 8 adjacent
+// columns of a row: h is read and results are written 16 bytes at a time. The loop over these steps is not unrolled:
+// six copies of its body would not fit the instruction cache.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
+#include "cuda/ptx/matrix_move.cuh"
 #include "cuda/tile/activation.cuh"
-#include "cuda/tile/warp_rows.cuh"
 
 namespace dropless::cuda {
+
+// bf16 [planes, M, cols] in device memory; bases and strides are multiples of 16 bytes.
+struct RowMatrix {
+  uint8_t* data;
+  int64_t row_bytes;
+  int64_t plane_bytes;
+  int cols;
+};
+
+// Shared memory of one warpgroup: a warp has 16 rows of 64 fp32 of dA', and 16 rows of 128 bytes of each of gate
+// and up, where a lane reads only what it has loaded itself.
+class DswigluStaging {
+ public:
+  static constexpr int kWarpRows = 16;
+  static constexpr int kWarpBytes = kWarpRows * (256 + 128 + 128);
+  static constexpr int kBytes = 4 * kWarpBytes;
+
+  __device__ DswigluStaging(uint8_t* buffers, int)
+      : lane_(threadIdx.x % 32),
+        first_row_(threadIdx.x % kWarpgroup / 32 * kWarpRows),
+        products_(ptx::shared_address(buffers) + threadIdx.x % kWarpgroup / 32 * kWarpBytes) {}
+
+  __device__ __forceinline__ int lane() const { return lane_; }
+  // The warp's first row in a block of 64.
+  __device__ __forceinline__ int first_row() const { return first_row_; }
+
+  // Address of 16-byte unit `unit` (of 16) of row `row` of dA'. Swizzled so that neither the fragments' 8-byte
+  // writes nor the rows' 16-byte reads meet in a bank.
+  __device__ __forceinline__ uint32_t product(int row, int unit) const {
+    return products_ + row * 256 + ((unit ^ (unit >> 3) ^ ((row & 3) << 1)) << 4);
+  }
+  // The 16 bytes of gate (matrix 0) or up (1) that this lane has in its i-th row.
+  __device__ __forceinline__ uint32_t operand(int i, int matrix) const {
+    return products_ + kWarpRows * 256 + matrix * kWarpRows * 128 + i * 512 + lane_ * 16;
+  }
+  __device__ __forceinline__ void finish() const {}
+
+ private:
+  int lane_;
+  int first_row_;
+  uint32_t products_;
+};
 
 template <ActivationKind kActivation>
 class DswigluEpilogue {
  public:
   static constexpr int kMatrices = 1;
-  using Staging = WarpStaging<3>;  // gate, up, pA
+  using Staging = DswigluStaging;
   struct Params {
-    RowMatrix h;              // planes gate, up of [M, I]; read only
-    RowMatrix dh;             // as h
-    RowMatrix pa;             // [M, I]
+    RowMatrix h;                 // planes gate, up of [M, I]; read only
+    RowMatrix dh;                // as h
+    RowMatrix pa;                // [M, I]
     float* row_sums;             // [column tiles, M]
     const float* weights;        // [T, K]
     const int32_t* slot_of_row;  // [M]
@@ -26,37 +72,43 @@ class DswigluEpilogue {
 
   __device__ explicit DswigluEpilogue(const Params& params) : params_(params) {}
 
-  template <int kCols>
-  __device__ __forceinline__ void store(float (&acc)[kCols / 2], const RowTile& tile, int row,
-                                        int rows, const Staging& staging) const {
-    const int lane = staging.lane();
-    const int first = staging.first_row() + lane / 4;  // this thread's rows: first and first + 8
-    float p[2], sum[2] = {0.0f, 0.0f};
+  template <int kRowTiles, int kAll>
+  __device__ __forceinline__ void store(float (&acc)[kRowTiles][kAll], const RowTile& tile, int row,
+                                        int rows, Staging& staging) const {
+    constexpr int kCols = 2 * kAll, kChunks = kCols / kChunk;
+    const int steps = (rows + kChunk - 1) / kChunk * kChunks;
+    // This lane's rows of a block of 64 are first, first + 4, first + 8 and first + 12.
+    const int first = staging.first_row() + staging.lane() / 8;
+    const int lane_col = tile.col + staging.lane() % 8 * 8;
+    float p[kLaneRows], sum[kLaneRows];
+    load_h(0, row, rows, first, lane_col, staging);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const int block = step / kChunks, chunk = step - block * kChunks;
+      const int block_row = row + block * kChunk, block_rows = rows - block * kChunk;
+      if (chunk == 0) load_weights(block_row, block_rows, first, p, sum);
+      __syncwarp();  // the last step has read its products
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool present = first + half * 8 < rows;
-      const int slot = present ? __ldg(params_.slot_of_row + row + first + half * 8) : -1;
-      p[half] = slot >= 0 ? __ldg(params_.weights + slot) : 0.0f;
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < kCols / kChunk; ++chunk) {
-      const int col = tile.col + chunk * kChunk;
-      if (col >= params_.h.cols) break;
-      load_h(col, row, rows, staging);
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        differentiate(acc + chunk * 32 + pair * 8, pair, p, sum, staging);
+      for (int s = 0; s < kRowTiles * kChunks; ++s) {
+        if (step == s) write_products(acc[s / kChunks], s % kChunks * 32, staging);
       }
-      staging.send(params_.dh, col, row, 0, rows, 0);
-      staging.send(params_.dh, col, row, 1, rows, 1);
-      staging.send(params_.pa, col, row, 0, rows, 2);
-    }
-    float* sums = params_.row_sums + static_cast<int64_t>(tile.col / kCols) * params_.rows + row;
+      __syncwarp();
+      ptx::copy_async_wait();
+      const int next = step + 1, next_block = next / kChunks;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-      if (lane % 4 == 0 && first + half * 8 < rows) sums[first + half * 8] = sum[half];
+      for (int i = 0; i < kLaneRows; ++i) {
+        const bool present = first + 4 * i < block_rows && lane_col + chunk * kChunk < params_.h.cols;
+        sum[i] += differentiate(i, block_row + first + 4 * i, lane_col + chunk * kChunk, p[i],
+                                present, staging);
+        if (next < steps) {
+          load_h_row(i, row + next_block * kChunk + first + 4 * i,
+                     lane_col + (next - next_block * kChunks) * kChunk,
+                     first + 4 * i < rows - next_block * kChunk, staging);
+        }
+      }
+      if (chunk == kChunks - 1) {
+        store_sums(tile.col / kCols, block_row, block_rows, first, sum, staging.lane());
+      }
     }
   }
 
@@ -67,58 +119,107 @@ class DswigluEpilogue {
   }
 
  private:
-  // Brings 64 columns of h into buffers 0 (gate) and 1 (up).
-  __device__ __forceinline__ void load_h(int col, int row, int rows,
-                                         const Staging& staging) const {
-    __syncwarp();  // the last chunk's results have left
-    const int lane = staging.lane();
-    const uint8_t* from = params_.h.data + static_cast<int64_t>(col) * 2 + lane % 8 * 16;
+  static constexpr int kLaneRows = 4;
+
+  __device__ __forceinline__ void load_weights(int row, int rows, int first, float (&p)[kLaneRows],
+                                               float (&sum)[kLaneRows]) const {
 #pragma unroll
-    for (int i = 0; i < kWarpRows / 4; ++i) {
-      const int r = lane / 8 + 4 * i;
-      const bool present =
-          staging.first_row() + r < rows && col + lane % 8 * 8 < params_.h.cols;
-      const int64_t offset = present ? (row + staging.first_row() + r) * params_.h.row_bytes : 0;
-      const uint8_t* at = present ? from + offset : params_.h.data;
-      ptx::copy_async_16(staging.unit_address(r, 0), at, present);
-      ptx::copy_async_16(staging.unit_address(r, 1), present ? at + params_.h.plane_bytes : at,
-                         present);
+    for (int i = 0; i < kLaneRows; ++i) {
+      const bool present = first + 4 * i < rows;
+      const int slot = present ? __ldg(params_.slot_of_row + row + first + 4 * i) : -1;
+      p[i] = slot >= 0 ? __ldg(params_.weights + slot) : 0.0f;
+      sum[i] = 0.0f;
     }
-    ptx::copy_async_wait();
-    __syncwarp();
   }
 
-  // 16 columns: reads gate and up, overwrites them with dh, and writes pA.
-  __device__ __forceinline__ void differentiate(const float* acc, int pair, const float (&p)[2],
-                                                float (&sum)[2], const Staging& staging) const {
-    uint32_t gate[4], up[4], pa[4];
-    const uint32_t gate_at = staging.fragment_address(pair, 0);
-    const uint32_t up_at = staging.fragment_address(pair, 1);
-    ptx::ldmatrix_x4(gate_at, gate[0], gate[1], gate[2], gate[3]);
-    ptx::ldmatrix_x4(up_at, up[0], up[1], up[2], up[3]);
+  // Starts loading this lane's 8 columns of row `row` of gate and up.
+  __device__ __forceinline__ void load_h_row(int i, int row, int col, bool present,
+                                             const Staging& staging) const {
+    present = present && col < params_.h.cols;
+    const uint8_t* from = params_.h.data;
+    if (present) from += row * params_.h.row_bytes + static_cast<int64_t>(col) * 2;
+    ptx::copy_async_16(staging.operand(i, 0), from, present);
+    ptx::copy_async_16(staging.operand(i, 1), from + (present ? params_.h.plane_bytes : 0), present);
+  }
+
+  __device__ __forceinline__ void load_h(int block, int row, int rows, int first, int col,
+                                         const Staging& staging) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // matrix i: rows of half i % 2
-      const int half = i % 2;
-      float g[2], u[2], a[2];
+    for (int i = 0; i < kLaneRows; ++i) {
+      load_h_row(i, row + block * kChunk + first + 4 * i, col, first + 4 * i < rows, staging);
+    }
+  }
+
+  // Registers from .. from + 31, a fragment of 64 columns, into rows.
+  template <int kAll>
+  __device__ __forceinline__ void write_products(const float (&acc)[kAll], int from,
+                                                 const Staging& staging) const {
+    const int lane = staging.lane();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::store_shared_v2(
+            staging.product(lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+            acc[from + 4 * j + 2 * half], acc[from + 4 * j + 2 * half + 1]);
+      }
+    }
+  }
+
+  // This lane's 8 columns of its i-th row; returns their share of the row's sum.
+  __device__ __forceinline__ float differentiate(int i, int row, int col, float p, bool present,
+                                                 const Staging& staging) const {
+    const float4 gate = ptx::load_shared_16(staging.operand(i, 0));
+    const float4 up = ptx::load_shared_16(staging.operand(i, 1));
+    const int warp_row = staging.lane() / 8 + 4 * i, unit = staging.lane() % 8 * 2;
+    const float4 low = ptx::load_shared_16(staging.product(warp_row, unit));
+    const float4 high = ptx::load_shared_16(staging.product(warp_row, unit + 1));
+    const float d[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const uint32_t g[4] = {__float_as_uint(gate.x), __float_as_uint(gate.y), __float_as_uint(gate.z),
+                           __float_as_uint(gate.w)};
+    const uint32_t u[4] = {__float_as_uint(up.x), __float_as_uint(up.y), __float_as_uint(up.z),
+                           __float_as_uint(up.w)};
+    uint32_t dg[4], du[4], pa[4];
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float out_g[2], out_u[2], out_a[2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const float z = __uint_as_float(side == 0 ? gate[i] << 16 : gate[i] & 0xFFFF0000u);
-        const float v = __uint_as_float(side == 0 ? up[i] << 16 : up[i] & 0xFFFF0000u);
-        const float d = acc[2 * i + side];
+        const float z = __uint_as_float(side == 0 ? g[k] << 16 : g[k] & 0xFFFF0000u);
+        const float v = __uint_as_float(side == 0 ? u[k] << 16 : u[k] & 0xFFFF0000u);
         const ActivationValue activation = activate_with_derivative<kActivation>(z);
-        const float product = activation.value * v;
-        sum[half] += d * product;
-        g[side] = p[half] * d * activation.derivative * v;
-        u[side] = p[half] * d * activation.value;
-        a[side] = p[half] * product;
+        const float product = activation.value * v, pd = p * d[2 * k + side];
+        sum += d[2 * k + side] * product;
+        out_g[side] = pd * activation.derivative * v;
+        out_u[side] = pd * activation.value;
+        out_a[side] = p * product;
       }
-      gate[i] = ptx::pack_bf16(g[0], g[1]);
-      up[i] = ptx::pack_bf16(u[0], u[1]);
-      pa[i] = ptx::pack_bf16(a[0], a[1]);
+      dg[k] = ptx::pack_bf16(out_g[0], out_g[1]);
+      du[k] = ptx::pack_bf16(out_u[0], out_u[1]);
+      pa[k] = ptx::pack_bf16(out_a[0], out_a[1]);
     }
-    ptx::stmatrix_x4(gate_at, gate[0], gate[1], gate[2], gate[3]);
-    ptx::stmatrix_x4(up_at, up[0], up[1], up[2], up[3]);
-    ptx::stmatrix_x4(staging.fragment_address(pair, 2), pa[0], pa[1], pa[2], pa[3]);
+    if (present) {
+      uint8_t* dh = params_.dh.data + row * params_.dh.row_bytes + static_cast<int64_t>(col) * 2;
+      *reinterpret_cast<uint4*>(dh) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
+      *reinterpret_cast<uint4*>(dh + params_.dh.plane_bytes) = make_uint4(du[0], du[1], du[2], du[3]);
+      *reinterpret_cast<uint4*>(params_.pa.data + row * params_.pa.row_bytes +
+                                static_cast<int64_t>(col) * 2) =
+          make_uint4(pa[0], pa[1], pa[2], pa[3]);
+    }
+    return present ? sum : 0.0f;
+  }
+
+  // A row's sum lies in 8 lanes.
+  __device__ __forceinline__ void store_sums(int col_tile, int row, int rows, int first,
+                                             const float (&sum)[kLaneRows], int lane) const {
+    float* sums = params_.row_sums + static_cast<int64_t>(col_tile) * params_.rows + row;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      float total = sum[i];
+      for (int step = 1; step < 8; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+      if (lane % 8 == 0 && first + 4 * i < rows) sums[first + 4 * i] = total;
+    }
   }
 
   const Params& params_;

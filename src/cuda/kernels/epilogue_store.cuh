@@ -25,16 +25,15 @@ class StoreEpilogue {
 
   __device__ explicit StoreEpilogue(const Params& params) : params_(params) {}
 
-  // Stores rows `row` .. row + rows - 1 (rows <= 64) of the tile.
-  template <int kCols>
-  __device__ __forceinline__ void store(float (&acc)[kCols / 2], const RowTile& tile, int row,
+  // Stores rows `row` .. row + rows - 1 of the tile, in blocks of 64.
+  template <int kRowTiles, int kAll>
+  __device__ __forceinline__ void store(float (&acc)[kRowTiles][kAll], const RowTile& tile, int row,
                                         int rows, ResultStaging& staging) const {
-    if (params_.bias != nullptr) add_bias<kCols>(acc, tile, staging.thread() % 4 * 2);
-    constexpr int kRegisters = kResultCols<Out> / 2;
 #pragma unroll
-    for (int chunk = 0; chunk < kCols / kResultCols<Out>; ++chunk) {
-      staging.write(Out{}, [&](int i) { return acc[chunk * kRegisters + i]; });
-      staging.template send<Out>(params_.out, tile.col + chunk * kResultCols<Out>, row, 0, rows);
+    for (int i = 0; i < kRowTiles; ++i) {
+      if (rows > i * kChunk) {
+        store_block<2 * kAll>(acc[i], tile, row + i * kChunk, min(rows - i * kChunk, kChunk), staging);
+      }
     }
   }
 
@@ -44,6 +43,18 @@ class StoreEpilogue {
   }
 
  private:
+  template <int kCols>
+  __device__ __forceinline__ void store_block(float (&acc)[kCols / 2], const RowTile& tile, int row,
+                                              int rows, ResultStaging& staging) const {
+    if (params_.bias != nullptr) add_bias<kCols>(acc, tile, staging.thread() % 4 * 2);
+    constexpr int kRegisters = kResultCols<Out> / 2;
+#pragma unroll
+    for (int chunk = 0; chunk < kCols / kResultCols<Out>; ++chunk) {
+      staging.write(Out{}, [&](int i) { return acc[chunk * kRegisters + i]; });
+      staging.template send<Out>(params_.out, tile.col + chunk * kResultCols<Out>, row, 0, rows);
+    }
+  }
+
   template <int kCols>
   __device__ __forceinline__ void add_bias(float (&acc)[kCols / 2], const RowTile& tile,
                                            int lane_col) const {

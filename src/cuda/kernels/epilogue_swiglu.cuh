@@ -22,9 +22,11 @@ class SwigluEpilogue {
 
   __device__ explicit SwigluEpilogue(const Params& params) : params_(params) {}
 
-  template <int kCols>
-  __device__ __forceinline__ void store(float (&acc)[kCols / 2], const RowTile& tile, int row,
+  template <int kAll>
+  __device__ __forceinline__ void store(float (&block)[1][kAll], const RowTile& tile, int row,
                                         int rows, ResultStaging& staging) const {
+    constexpr int kCols = 2 * kAll;
+    float(&acc)[kAll] = block[0];
     constexpr int kUp = kCols / 4;  // first register of up
     const int lane_col = staging.thread() % 4 * 2;
     if (params_.gate_bias != nullptr) add_bias<kCols, 0>(acc, params_.gate_bias, tile, lane_col);

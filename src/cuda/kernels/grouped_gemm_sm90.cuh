@@ -130,7 +130,7 @@ class GroupedGemmSm90 {
     Scheduler tiles = scheduler();
     typename Ring::State state;
     RowTile tile;
-    if (Tile::kPingpong) {
+    if constexpr (Tile::kPingpong) {
       if (warpgroup == 1) state.advance(blocks);
       int item = first_item() + warpgroup * item_step();
       for (int n = 0; tiles.find(item, tile); item += 2 * item_step(), ++n) {
@@ -163,8 +163,7 @@ class GroupedGemmSm90 {
     }
     float acc[1][Tile::kCols / 2];
     ring_.multiply(acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});
-    epilogue.template store<Tile::kCols>(acc[0], tile, tile.row + warpgroup * kChunk,
-                                         min(rows, kChunk), staging);
+    epilogue.store(acc, tile, tile.row + warpgroup * kChunk, min(rows, kChunk), staging);
   }
 
   // This warpgroup works on the whole tile, while the other one stores its own.
@@ -176,13 +175,7 @@ class GroupedGemmSm90 {
     ring_.multiply(acc, state, blocks, 0, threadIdx.x % kWarpgroup, [](int, int) {}, [&](int block) {
       if (block == blocks - 1) ring_.pass_turn(warpgroup, threadIdx.x % kWarpgroup);
     });
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const int rows = min(tile.rows - i * kChunk, kChunk);
-      if (rows > 0) {
-        epilogue.template store<Tile::kCols>(acc[i], tile, tile.row + i * kChunk, rows, staging);
-      }
-    }
+    epilogue.store(acc, tile, tile.row, tile.rows, staging);
   }
 
   // Rows of no group become 0: three warps of every block share them.

@@ -1,8 +1,60 @@
+#include "cuda/kernels/epilogue_dswiglu.cuh"
+#include "cuda/kernels/grouped_gemm_sm90.cuh"
 #include "cuda/kernels/weight_gradient_sum.cuh"
-#include "cuda/launch/expert_down_backward_sm90.cuh"
+#include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/launch_sm90.cuh"
 
 namespace dropless::cuda {
 namespace {
+
+Status make_rows(const MatrixStack& stack, const char* name, RowMatrix* rows) {
+  rows->data = static_cast<uint8_t*>(const_cast<void*>(stack.data));
+  rows->row_bytes = stack.row_bytes;
+  rows->plane_bytes = stack.plane_bytes;
+  rows->cols = static_cast<int>(stack.cols);
+  return check_tma(stack, name);
+}
+
+// dA' = dy * down^T: down [E, I, H] is K-major as it lies.
+template <ActivationKind kActivation>
+Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows,
+                      float* row_sums, Stream stream) {
+  using Tile = ExpertDownBackwardSm90Tile;
+  using Epilogue = DswigluEpilogue<kActivation>;
+  using Kernel = GroupedGemmSm90<Tile, Major::kK, Epilogue>;
+  const int64_t m = rows.dims[0], model = rows.dims[1];
+  const int64_t experts = args.down.dims[0], width = args.down.dims[1];
+  typename Kernel::Params params = {};
+  Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, model), kChunk, "dy", &params.lhs);
+  if (status.ok()) {
+    status = encode_tensor_map(dense_stack(args.down.data, DType::kBF16, experts, width, model),
+                                kChunk, "down", &params.rhs[0]);
+  }
+  params.rhs[1] = params.rhs[0];
+  const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
+  MatrixStack dh = h;
+  dh.data = args.dh.data;
+  if (status.ok()) status = make_rows(h, "h", &params.epilogue.h);
+  if (status.ok()) status = make_rows(dh, "dh", &params.epilogue.dh);
+  if (status.ok()) {
+    status = make_rows(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &params.epilogue.pa);
+  }
+  if (!status.ok()) return status;
+  params.epilogue.row_sums = row_sums;
+  params.epilogue.weights = args.weights.as<float>();
+  params.epilogue.slot_of_row = args.slot_of_row.as<int32_t>();
+  params.epilogue.rows = static_cast<int>(m);
+  params.offsets = args.offsets.as<int32_t>();
+  params.experts = static_cast<int>(experts);
+  params.rows = static_cast<int>(m);
+  params.cols = static_cast<int>(width);
+  params.blocks = static_cast<int>(ceil_div(model, kChunk));
+  params.planes = 1;
+  const int64_t most_items =
+      (ceil_div(m, Tile::kRows) + std::min(experts, m)) * ceil_div(width, Tile::kCols);
+  return launch_persistent(&grouped_gemm_sm90_kernel<Tile, Major::kK, Epilogue>, params,
+                           Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items, stream);
+}
 
 Status launch_d_weights(const ExpertDownBackwardArgs& args, ConstTensor rows, const float* row_sums,
                         int tiles, Stream stream) {
@@ -26,9 +78,19 @@ Status launch_d_weights(const ExpertDownBackwardArgs& args, ConstTensor rows, co
 }  // namespace
 
 Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, ConstTensor rows,
-                                        float* row_sums, int tile, Stream stream) {
-  const Status status = launch_expert_down_backward_all<ActivationKind::kSilu>(args, rows, row_sums,
-                                                                               tile, stream);
+                                        float* row_sums, Stream stream) {
+  Status status;
+  switch (args.activation.kind) {
+    case ActivationKind::kSilu:
+      status = launch_product<ActivationKind::kSilu>(args, rows, row_sums, stream);
+      break;
+    case ActivationKind::kGelu:
+      status = launch_product<ActivationKind::kGelu>(args, rows, row_sums, stream);
+      break;
+    case ActivationKind::kGeluTanh:
+      status = launch_product<ActivationKind::kGeluTanh>(args, rows, row_sums, stream);
+      break;
+  }
   if (!status.ok()) return status;
   const int tiles = static_cast<int>(ceil_div(args.down.dims[1], kDownBackwardTileCols));
   return launch_d_weights(args, rows, row_sums, tiles, stream);

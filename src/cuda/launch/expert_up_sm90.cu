@@ -2,8 +2,11 @@
 
 namespace dropless::cuda {
 
-Status launch_expert_up_sm90(const ExpertUpArgs& args, ConstTensor rows, int tile, Stream stream) {
-  return launch_expert_up_all<Major::kMn, ActivationKind::kSilu>(args, rows, tile, stream);
+template Status launch_expert_up_major<Major::kMn>(const ExpertUpArgs&, ConstTensor, Stream);
+
+Status launch_expert_up_sm90(const ExpertUpArgs& args, ConstTensor rows, Stream stream) {
+  return args.weights_transposed ? launch_expert_up_major<Major::kK>(args, rows, stream)
+                                 : launch_expert_up_major<Major::kMn>(args, rows, stream);
 }
 
 }  // namespace dropless::cuda

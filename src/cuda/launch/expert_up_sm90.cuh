@@ -44,16 +44,22 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream 
                            Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items, stream);
 }
 
-// All compiled tiles of one orientation and activation.
-template <Major kMajor, ActivationKind kActivation>
-Status launch_expert_up_all(const ExpertUpArgs& args, ConstTensor rows, int tile, Stream stream) {
-  return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-    using Launch = Status (*)(const ExpertUpArgs&, ConstTensor, Stream);
-    static constexpr Launch kLaunches[] = {
-        &launch_expert_up_tile<std::tuple_element_t<kIndex, ExpertUpSm90Tiles>, kMajor,
-                               kActivation>...};
-    return kLaunches[tile](args, rows, stream);
-  }(std::make_index_sequence<std::tuple_size_v<ExpertUpSm90Tiles>>());
+// Every activation of one orientation of the weights.
+template <Major kMajor>
+Status launch_expert_up_major(const ExpertUpArgs& args, ConstTensor rows, Stream stream) {
+  using Tile = ExpertUpSm90Tile;
+  switch (args.activation.kind) {
+    case ActivationKind::kGelu:
+      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGelu>(args, rows, stream);
+    case ActivationKind::kGeluTanh:
+      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGeluTanh>(args, rows, stream);
+    case ActivationKind::kSilu:
+      break;
+  }
+  return launch_expert_up_tile<Tile, kMajor, ActivationKind::kSilu>(args, rows, stream);
 }
+
+extern template Status launch_expert_up_major<Major::kMn>(const ExpertUpArgs&, ConstTensor, Stream);
+extern template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, ConstTensor, Stream);
 
 }  // namespace dropless::cuda

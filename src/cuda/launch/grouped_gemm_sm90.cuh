@@ -54,5 +54,9 @@ extern template Status launch_grouped_gemm_all<Major::kMn, __nv_bfloat16>(const 
                                                                           int, Stream);
 extern template Status launch_grouped_gemm_all<Major::kK, __nv_bfloat16>(const GroupedGemmArgs&,
                                                                          int, Stream);
+extern template Status launch_grouped_gemm_all<Major::kMn, float>(const GroupedGemmArgs&, int,
+                                                                  Stream);
+extern template Status launch_grouped_gemm_all<Major::kK, float>(const GroupedGemmArgs&, int,
+                                                                 Stream);
 
 }  // namespace dropless::cuda

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/launch/launch.h"
 #include "cuda/launch/tensor_map.h"
 #include "cuda/tile/result.cuh"
-#include "cuda/tile/warp_rows.cuh"
 #include "dropless/status.h"
 
 namespace dropless::cuda {
@@ -16,14 +16,6 @@ namespace dropless::cuda {
 inline Status cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
   return Status(StatusCode::kInternal, std::string(what) + ": " + cudaGetErrorString(error));
-}
-
-// Multiprocessors of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
 }
 
 inline Status make_result(const MatrixStack& stack, const char* name, ResultMatrix* result) {
@@ -34,14 +26,6 @@ inline Status make_result(const MatrixStack& stack, const char* name, ResultMatr
   return encode_tensor_map(stack, kChunk, name, &result->map);
 }
 
-inline Status make_rows(const MatrixStack& stack, const char* name, RowMatrix* rows) {
-  rows->data = static_cast<uint8_t*>(const_cast<void*>(stack.data));
-  rows->row_bytes = stack.row_bytes;
-  rows->plane_bytes = stack.plane_bytes;
-  rows->cols = static_cast<int>(stack.cols);
-  return check_tma(stack, name);
-}
-
 // One block a multiprocessor, fewer if there cannot be as many work items, in clusters of `cluster`.
 template <class Params>
 Status launch_persistent(void (*kernel)(Params), const Params& params, int cluster, int threads,
@@ -49,7 +33,9 @@ Status launch_persistent(void (*kernel)(Params), const Params& params, int clust
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return cuda_status(error, "cudaFuncSetAttribute");
-  const int64_t clusters = std::min<int64_t>(multiprocessors() / cluster, most_items);
+  const DeviceProperties* device = nullptr;
+  DROPLESS_RETURN_IF_ERROR(current_device(&device));
+  const int64_t clusters = std::min<int64_t>(device->sm_count / cluster, most_items);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::max<int64_t>(clusters, 1) * cluster));
   config.blockDim = dim3(threads);

@@ -15,14 +15,6 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, uint32_t r0, 
                : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t smem_address, uint32_t& r0, uint32_t& r1,
-                                            uint32_t& r2, uint32_t& r3) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
-               : "r"(smem_address)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared_v2(uint32_t smem_address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
 }

@@ -1,0 +1,38 @@
+#include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/products.h"
+
+namespace dropless::cuda {
+
+Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  const int64_t rows = args.h.dims[0], width = args.h.dims[2], model = args.dy.dims[1];
+  if (rows == 0 || args.down.dims[0] == 0 || width == 0 || model == 0) {
+    if (rows > 0 && width == 0 && args.down_bias.given()) {
+      return Status(StatusCode::kUnimplemented,
+                    "expert_down_backward: I = 0 with a bias has no CUDA kernel; leave it out");
+    }
+    DROPLESS_RETURN_IF_ERROR(zero_async("expert_down_backward", args.dh, stream));
+    DROPLESS_RETURN_IF_ERROR(zero_async("expert_down_backward", args.pa, stream));
+    return zero_async("expert_down_backward", args.d_weights, stream);
+  }
+  DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("expert_down_backward", args.dy.dtype));
+  DROPLESS_RETURN_IF_ERROR(check_count("expert_down_backward", "M", rows));
+  if (args.h.dtype != DType::kBF16 || args.dh_q.given()) {
+    return Status(StatusCode::kUnimplemented,
+                  "expert_down_backward: float8 h and dh have no kernel on this GPU yet");
+  }
+  DROPLESS_RETURN_IF_ERROR(check_workspace("expert_down_backward", workspace,
+                                           expert_down_backward_workspace_bytes(args),
+                                           kWorkspaceAlignment));
+  PermuteArgs permutation;
+  permutation.x = args.dy;
+  permutation.slot_of_row = args.slot_of_row;
+  permutation.experts_per_token = args.weights.dims[1];
+  permutation.rows = Tensor{workspace.data, DType::kBF16, 2, {rows, model, 0, 0}};
+  DROPLESS_RETURN_IF_ERROR(permute(permutation, Tensor(), stream));
+  void* row_sums = static_cast<uint8_t*>(workspace.data) + align_workspace(rows * model * 2);
+  return launch_expert_down_backward_sm90(args, permutation.rows, static_cast<float*>(row_sums),
+                                          stream);
+}
+
+}  // namespace dropless::cuda

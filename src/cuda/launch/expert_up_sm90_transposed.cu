@@ -1,0 +1,7 @@
+#include "cuda/launch/expert_up_sm90.cuh"
+
+namespace dropless::cuda {
+
+template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, ConstTensor, Stream);
+
+}  // namespace dropless::cuda
