@@ -2,21 +2,22 @@
 
     python bench/bench_layer.py --device cpu --out bench/results/layer_cpu.json
 
-Columns are medians of interleaved rounds. D is the faster of two dense bf16 (or f32) measurements of the
-same FLOPs: six GEMMs alone, and a dense SwiGLU FFN's forward and backward.
+Columns are medians of interleaved rounds. D is the faster of two dense bf16 (or f32) measurements
+of the same FLOPs: six GEMMs alone, and a dense SwiGLU FFN's forward and backward.
 """
 
 import argparse
 import shlex
 import sys
 
-import harness
 import jax
 import jax.numpy as jnp
-import peers
-import shapes
 from rich.console import Console
 from rich.table import Table
+
+import harness
+import peers
+import shapes
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}
 # Zipf exponent of the skewed routing: the most loaded of 64 experts gets about 5 times the mean.
@@ -29,7 +30,7 @@ def zipf_bias(num_experts: int) -> jax.Array:
 
 
 def grad_call(layer, x, params, cotangent):
-    """A call without arguments that computes y and all gradients of `layer(x, params)` in one jit."""
+    """A call without arguments: y and all gradients of `layer(x, params)` in one jit."""
 
     def loss(x, params):
         y = layer(x, params)
@@ -101,7 +102,16 @@ def row(shape, precision, times, **extra):
 
 def show(rows) -> None:
     """Prints the table a person reads first."""
-    table = Table("shape", "precision", "routing", "ours ms", "TFLOP/s", "D/ours", "FFN/ours", "ragged/ours")
+    table = Table(
+        "shape",
+        "precision",
+        "routing",
+        "ours ms",
+        "TFLOP/s",
+        "D/ours",
+        "FFN/ours",
+        "ragged/ours",
+    )
     for r in rows:
         ragged = r.get("ragged_dot_over_ours")
         table.add_row(
@@ -121,7 +131,7 @@ def main() -> None:
     """Runs the grid and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
-    parser.add_argument("--shapes", nargs="*", help="names from shapes.py; all of the device's by default")
+    parser.add_argument("--shapes", nargs="*", help="names from shapes.py (all)")
     parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
     parser.add_argument("--param-dtype", default="same", choices=("same", "float32", "bfloat16"))
     parser.add_argument("--routing", nargs="*", default=["uniform"], choices=("uniform", "zipf"))
@@ -137,7 +147,8 @@ def main() -> None:
     for name in args.shapes or table:
         for precision in args.precisions:
             for routing in args.routing:
-                dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
+                same = args.param_dtype == "same"
+                dtype = DTYPES[precision] if same else jnp.dtype(args.param_dtype)
                 calls = variants(
                     table[name],
                     precision,
@@ -146,8 +157,11 @@ def main() -> None:
                     not args.no_ragged_dot,
                     args.prepared,
                 )
-                times = harness.interleave(calls, rounds=args.rounds, seconds=args.seconds, warmup=1)
-                rows.append(row(table[name], precision, times, routing=routing, params=str(jnp.dtype(dtype))))
+                times = harness.interleave(
+                    calls, rounds=args.rounds, seconds=args.seconds, warmup=1
+                )
+                params = str(jnp.dtype(dtype))
+                rows.append(row(table[name], precision, times, routing=routing, params=params))
                 show(rows[-1:])
     show(rows)
     if args.out:

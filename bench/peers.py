@@ -48,9 +48,9 @@ def dense_ffn(x, params, dtype):
 
 
 def six_gemms(tokens, model_dim, width, dtype, key):
-    """The dense FFN's GEMMs alone, forward and backward: a call without arguments that runs them in one jit.
+    """The dense FFN's GEMMs alone, forward and backward: a call without arguments, one jit.
 
-    gate and up are one GEMM of 2·width columns, so the six are: fc1, fc2 and both gradients of each.
+    gate and up are one GEMM of 2·width columns, so the six are fc1, fc2 and both gradients of each.
     """
     ks = jax.random.split(key, 6)
     normal = jax.random.normal

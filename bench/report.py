@@ -29,7 +29,8 @@ def layer_table(path: Path) -> str:
         (f"Layer, forward and backward with every gradient; {machine(data['environment'])} "
         f"([{path.name}](bench/results/{path.name})):"),
         "",
-        "| shape | operands | ms | TFLOP/s | dense FFN of the same FLOPs, ms | `ragged_dot` layer, ms |",
+        "| shape | operands | ms | TFLOP/s "
+        "| dense FFN of the same FLOPs, ms | `ragged_dot` layer, ms |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in data["layer"]:

@@ -14,7 +14,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Forward and backward of a gated FFN: 18·T·K·H·I; router and data movement count nothing."""
+        """Forward and backward of a gated FFN: 18·T·K·H·I; router and data moves count nothing."""
         return 18 * self.tokens * self.experts_per_token * self.model_dim * self.expert_dim
 
 
