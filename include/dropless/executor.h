@@ -18,7 +18,8 @@ class Executor {
 
   // Calls item(0) ... item(count - 1), each exactly once, and returns when all are done. Items may
   // run in any order and on any thread; results must not depend on it. The calling thread takes
-  // items too, so the call finishes even if no other thread ever helps.
+  // items too, so the call finishes even if no other thread ever helps. If items throw, the call
+  // throws one of their exceptions, once no item is running.
   virtual void parallel_for(int64_t count, const std::function<void(int64_t)>& item) = 0;
 };
 

@@ -30,6 +30,8 @@ def _offsets_of(
         )
     if group_offset is not None and groups < local:
         raise ValueError(f"group_sizes must have at least {local} entries; got {groups}.")
+    if jnp.iinfo(group_sizes.dtype).bits < 32:  # which may not hold the number of rows
+        group_sizes = group_sizes.astype(jnp.int32)
     # Sizes that do not fit are cut to the rows there are: nothing outside the buffers is touched.
     # Two numbers below 2^31 add up without overflow in uint32.
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)
@@ -191,6 +193,7 @@ def _wgrad(dtype, x, dy, offsets, into):
         results,
         [x, dy[:, None, :], None, offsets, into, None],
         aliases=None if into is None else {4: 0},
+        workspace=(0, 0, x.dtype.itemsize),
         gather=0,
         experts_per_token=1,
         fp8=0,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <new>
 #include <set>
 #include <thread>
 #include <vector>
@@ -85,6 +86,27 @@ TEST(Executor, CallerFinishesAloneWhileAllHelpersAreBusy) {
   EXPECT_EQ(runs, 10);
   release = true;
   blocker.join();
+}
+
+TEST(Executor, WhatAnItemThrowsReachesTheCallerWhenNoItemRuns) {
+  for (const int threads : {1, 2, 3}) {
+    const std::unique_ptr<Executor> pool = make_thread_pool(threads);
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      std::atomic<int> running = 0;
+      const auto item = [&](int64_t i) {
+        ++running;
+        std::this_thread::yield();
+        --running;
+        if (i % 3 == 0) throw std::bad_alloc();
+      };
+      EXPECT_THROW(pool->parallel_for(30, item), std::bad_alloc);
+      EXPECT_EQ(running, 0);
+    }
+    // The pool is as good as before.
+    std::atomic<int> runs = 0;
+    pool->parallel_for(10, [&](int64_t) { ++runs; });
+    EXPECT_EQ(runs, 10);
+  }
 }
 
 }  // namespace
