@@ -4,7 +4,7 @@
 //
 // 64 columns at a time, each warp turns its 16 rows of dA' around in shared memory, so that a lane holds 8 adjacent
 // columns of a row: h is read and results are written 16 bytes at a time. The loop over these steps is not unrolled:
-// six copies of its body would not fit the instruction cache.
+// copies of its body would not fit the instruction cache.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
@@ -81,7 +81,14 @@ class DswigluEpilogue {
     const int first = staging.first_row() + staging.lane() / 8;
     const int lane_col = tile.col + staging.lane() % 8 * 8;
     float p[kLaneRows], sum[kLaneRows];
-    load_h(0, row, rows, first, lane_col, staging);
+    const uint32_t h_row = static_cast<uint32_t>(params_.h.row_bytes);
+    const uint32_t pa_row = static_cast<uint32_t>(params_.pa.row_bytes);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      load_h_row(i, params_.h.data + row * params_.h.row_bytes,
+                 (first + 4 * i) * h_row + lane_col * 2,
+                 first + 4 * i < rows && lane_col < params_.h.cols, staging);
+    }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int block = step / kChunks, chunk = step - block * kChunks;
@@ -95,15 +102,20 @@ class DswigluEpilogue {
       __syncwarp();
       ptx::copy_async_wait();
       const int next = step + 1, next_block = next / kChunks;
+      const int col = lane_col + chunk * kChunk;
+      const int next_col = lane_col + (next - next_block * kChunks) * kChunk;
+      const int next_rows = next_col < params_.h.cols ? rows - next_block * kChunk : 0;
+      uint8_t* dh = params_.dh.data + block_row * params_.dh.row_bytes;
+      uint8_t* pa = params_.pa.data + block_row * params_.pa.row_bytes;
+      const uint8_t* next_h = params_.h.data + (row + next_block * kChunk) * params_.h.row_bytes;
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) {
-        const bool present = first + 4 * i < block_rows && lane_col + chunk * kChunk < params_.h.cols;
-        sum[i] += differentiate(i, block_row + first + 4 * i, lane_col + chunk * kChunk, p[i],
+        const uint32_t r = first + 4 * i;
+        const bool present = static_cast<int>(r) < block_rows && col < params_.h.cols;
+        sum[i] += differentiate(i, dh + (r * h_row + col * 2), pa + (r * pa_row + col * 2), p[i],
                                 present, staging);
         if (next < steps) {
-          load_h_row(i, row + next_block * kChunk + first + 4 * i,
-                     lane_col + (next - next_block * kChunks) * kChunk,
-                     first + 4 * i < rows - next_block * kChunk, staging);
+          load_h_row(i, next_h, r * h_row + next_col * 2, static_cast<int>(r) < next_rows, staging);
         }
       }
       if (chunk == kChunks - 1) {
@@ -132,22 +144,13 @@ class DswigluEpilogue {
     }
   }
 
-  // Starts loading this lane's 8 columns of row `row` of gate and up.
-  __device__ __forceinline__ void load_h_row(int i, int row, int col, bool present,
-                                             const Staging& staging) const {
-    present = present && col < params_.h.cols;
-    const uint8_t* from = params_.h.data;
-    if (present) from += row * params_.h.row_bytes + static_cast<int64_t>(col) * 2;
+  // Starts loading this lane's 8 columns of its i-th row of gate and up; `block` is where the block of 64 rows starts.
+  // Within it 32 bits hold any offset.
+  __device__ __forceinline__ void load_h_row(int i, const uint8_t* block, uint32_t offset,
+                                             bool present, const Staging& staging) const {
+    const uint8_t* from = present ? block + offset : params_.h.data;
     ptx::copy_async_16(staging.operand(i, 0), from, present);
-    ptx::copy_async_16(staging.operand(i, 1), from + (present ? params_.h.plane_bytes : 0), present);
-  }
-
-  __device__ __forceinline__ void load_h(int block, int row, int rows, int first, int col,
-                                         const Staging& staging) const {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      load_h_row(i, row + block * kChunk + first + 4 * i, col, first + 4 * i < rows, staging);
-    }
+    ptx::copy_async_16(staging.operand(i, 1), present ? from + params_.h.plane_bytes : from, present);
   }
 
   // Registers from .. from + 31, a fragment of 64 columns, into rows.
@@ -166,9 +169,9 @@ class DswigluEpilogue {
     }
   }
 
-  // This lane's 8 columns of its i-th row; returns their share of the row's sum.
-  __device__ __forceinline__ float differentiate(int i, int row, int col, float p, bool present,
-                                                 const Staging& staging) const {
+  // This lane's 8 columns of its i-th row, results to dh and out_pa; returns their share of the row's sum.
+  __device__ __forceinline__ float differentiate(int i, uint8_t* dh, uint8_t* out_pa, float p,
+                                                 bool present, const Staging& staging) const {
     const float4 gate = ptx::load_shared_16(staging.operand(i, 0));
     const float4 up = ptx::load_shared_16(staging.operand(i, 1));
     const int warp_row = staging.lane() / 8 + 4 * i, unit = staging.lane() % 8 * 2;
@@ -200,12 +203,9 @@ class DswigluEpilogue {
       pa[k] = ptx::pack_bf16(out_a[0], out_a[1]);
     }
     if (present) {
-      uint8_t* dh = params_.dh.data + row * params_.dh.row_bytes + static_cast<int64_t>(col) * 2;
       *reinterpret_cast<uint4*>(dh) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
       *reinterpret_cast<uint4*>(dh + params_.dh.plane_bytes) = make_uint4(du[0], du[1], du[2], du[3]);
-      *reinterpret_cast<uint4*>(params_.pa.data + row * params_.pa.row_bytes +
-                                static_cast<int64_t>(col) * 2) =
-          make_uint4(pa[0], pa[1], pa[2], pa[3]);
+      *reinterpret_cast<uint4*>(out_pa) = make_uint4(pa[0], pa[1], pa[2], pa[3]);
     }
     return present ? sum : 0.0f;
   }
