@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/routing_chunks.h"
+#include "dropless/cuda.h"
 #include "ffi/contract.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -15,10 +16,46 @@ DROPLESS_EXPORT int dropless_contract(void) { return DROPLESS_CONTRACT; }
 
 DROPLESS_EXPORT const char* dropless_version(void) { return DROPLESS_VERSION; }
 
-// Bytes of the workspace result of each target that has one, by T and E.
+// Bytes of the workspace result of each target that has one; other targets need none. Sizes are
+// those of the named letters; `element_bytes` is that of the rows' type.
 DROPLESS_EXPORT int64_t dropless_route_workspace_bytes(int64_t tokens, int64_t num_experts) {
   return dropless::routing_workspace(tokens, num_experts).route_bytes;
 }
 DROPLESS_EXPORT int64_t dropless_plan_workspace_bytes(int64_t tokens, int64_t num_experts) {
   return dropless::routing_workspace(tokens, num_experts).plan_bytes;
+}
+
+static dropless::DType dtype_of_size(int64_t element_bytes) {
+  if (element_bytes == 1) return dropless::DType::kF8E4M3;
+  return element_bytes == 2 ? dropless::DType::kBF16 : dropless::DType::kF32;
+}
+
+DROPLESS_EXPORT int64_t dropless_expert_up_workspace_bytes(int64_t rows, int64_t model_dim,
+                                                           int64_t element_bytes) {
+  dropless::ExpertUpArgs args;
+  args.x.dtype = dtype_of_size(element_bytes);
+  args.x.dims[1] = model_dim;
+  args.a.dims[0] = rows;
+  return dropless::cuda::expert_up_workspace_bytes(args);
+}
+DROPLESS_EXPORT int64_t dropless_expert_down_backward_workspace_bytes(int64_t rows,
+                                                                      int64_t model_dim,
+                                                                      int64_t expert_dim,
+                                                                      int64_t element_bytes) {
+  dropless::ExpertDownBackwardArgs args;
+  args.dy.dtype = dtype_of_size(element_bytes);
+  args.dy.dims[1] = model_dim;
+  args.h.dims[0] = rows;
+  args.h.dims[2] = expert_dim;
+  return dropless::cuda::expert_down_backward_workspace_bytes(args);
+}
+// `gathered_width` is that of the gathered operand, 0 if none is.
+DROPLESS_EXPORT int64_t dropless_grouped_wgrad_workspace_bytes(int64_t rows, int64_t gathered_width,
+                                                               int64_t element_bytes) {
+  dropless::GroupedWgradArgs args;
+  if (gathered_width > 0) args.gather = dropless::Gather::kLhs;
+  args.x.dtype = dtype_of_size(element_bytes);
+  args.x.dims[1] = gathered_width;
+  args.slot_of_row.dims[0] = rows;
+  return dropless::cuda::grouped_wgrad_workspace_bytes(args);
 }

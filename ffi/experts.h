@@ -37,6 +37,7 @@ struct ExpertUp {
         .template Ret<ffi::AnyBuffer>()  // h_scale [M, 2, ceil(I/128)] or (0,)
         .template Ret<ffi::AnyBuffer>()  // a [M, I]
         .template Ret<ffi::AnyBuffer>()  // a_scale [M, ceil(I/128)] or (0,)
+        .template Ret<ffi::AnyBuffer>()  // workspace
         .template Attr<int64_t>("experts_per_token")
         .template Attr<int32_t>("weights_transposed")
         .template Attr<int32_t>("activation")
@@ -45,10 +46,11 @@ struct ExpertUp {
 
   static ExpertUpArgs decode(Decoder& d, In x, In x_scale, In gate, In up, In gate_scale,
                              In up_scale, In gate_bias, In up_bias, In offsets, In slot_of_row,
-                             Out h, Out h_scale, Out a, Out a_scale, int64_t experts_per_token,
-                             int32_t weights_transposed, int32_t activation,
-                             int32_t scale_rounding) {
+                             Out h, Out h_scale, Out a, Out a_scale, Out workspace,
+                             int64_t experts_per_token, int32_t weights_transposed,
+                             int32_t activation, int32_t scale_rounding) {
     ExpertUpArgs args;
+    d.workspace(workspace);
     args.x = d.in("x", x);
     args.x_scale = d.optional_in("x_scale", x_scale);
     args.gate = d.in("gate", gate);
@@ -90,6 +92,7 @@ struct ExpertDownBackward {
         .template Ret<ffi::AnyBuffer>()  // dh_scale [M, 2, ceil(I/128)] or (0,)
         .template Ret<ffi::AnyBuffer>()  // pa [M, I]
         .template Ret<ffi::AnyBuffer>()  // d_weights [T, K]
+        .template Ret<ffi::AnyBuffer>()  // workspace
         .template Attr<int32_t>("activation")
         .template Attr<int32_t>("scale_rounding");
   }
@@ -97,8 +100,10 @@ struct ExpertDownBackward {
   static ExpertDownBackwardArgs decode(Decoder& d, In dy, In dy_scale, In down, In down_scale,
                                        In down_bias, In h, In h_scale, In weights, In offsets,
                                        In slot_of_row, Out dh, Out dh_q, Out dh_scale, Out pa,
-                                       Out d_weights, int32_t activation, int32_t scale_rounding) {
+                                       Out d_weights, Out workspace, int32_t activation,
+                                       int32_t scale_rounding) {
     ExpertDownBackwardArgs args;
+    d.workspace(workspace);
     args.dy = d.in("dy", dy);
     args.dy_scale = d.optional_in("dy_scale", dy_scale);
     args.down = d.in("down", down);

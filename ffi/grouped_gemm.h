@@ -49,6 +49,7 @@ struct GroupedWgrad {
         .template Arg<ffi::AnyBuffer>()  // into1 [E, Kc, N], aliased to dw1, or (0,)
         .template Ret<ffi::AnyBuffer>()  // dw0 [E, Kc, N]
         .template Ret<ffi::AnyBuffer>()  // dw1 [E, Kc, N], or (0,) if P is 1
+        .template Ret<ffi::AnyBuffer>()  // workspace
         .template Attr<int32_t>("gather")
         .template Attr<int64_t>("experts_per_token")
         .template Attr<int32_t>("fp8")
@@ -56,9 +57,10 @@ struct GroupedWgrad {
   }
 
   static GroupedWgradArgs decode(Decoder& d, In x, In dy, In slot_of_row, In offsets, In into0,
-                                 In into1, Out dw0, Out dw1, int32_t gather,
+                                 In into1, Out dw0, Out dw1, Out workspace, int32_t gather,
                                  int64_t experts_per_token, int32_t fp8, int32_t scale_rounding) {
     GroupedWgradArgs args;
+    d.workspace(workspace);
     args.x = d.in("x", x);
     args.dy = d.in("dy", dy);
     // Where the map is needed, shape (0,) means M = 0 rather than "absent".

@@ -57,6 +57,7 @@ def call(
     operands: Sequence[jax.Array | None],
     *,
     aliases: dict[int, int] | None = None,
+    workspace: tuple[int, ...] | None = None,
     **attributes: Any,
 ) -> list[Any]:
     """Calls the target of ``op``; operands and results that are None travel as arrays of shape
@@ -67,11 +68,16 @@ def call(
       results: one ``(shape, dtype)`` or None a result, in the target's order.
       operands: one array or None an operand, in the target's order.
       aliases: operand index to the index of the result that reuses its memory.
+      workspace: for a target with a workspace result, the sizes that
+        ``dropless_<op>_workspace_bytes`` takes.
       **attributes: Python numbers; converted to the C types of the targets' table.
 
     Returns:
       One array a result, None for those not wanted.
     """
+    specs = list(results)
+    if workspace is not None:
+        specs.append(((_library.workspace_bytes(op, *workspace),), jnp.uint8))
     arrays = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
     arrays = jax.tree.leaves(unify_axes(arrays))
     axes = varying_axes(arrays)
@@ -90,10 +96,10 @@ def call(
 
     function = jax.ffi.ffi_call(
         _library.target(op),
-        [spec(r) for r in results],
+        [spec(r) for r in specs],
         vmap_method="sequential",
         input_output_aliases=aliases,
     )
     typed = {k: _ATTRIBUTE_TYPES.get(k, np.int32)(v) for k, v in attributes.items()}
-    outputs = function(*arrays, **typed)
+    outputs = function(*arrays, **typed)[: len(results)]
     return [None if r is None else o for r, o in zip(results, outputs, strict=True)]

@@ -135,6 +135,7 @@ def _forward(spec, x, weights, params, prepared, maps, *, keep_h):
                 *_biases(params, "gate_bias", "up_bias"),
                 *(offsets, slot_of_row),
             ],
+            workspace=(m, h_width, x_operand.dtype.itemsize),
             experts_per_token=row_of_slot.shape[1],
             weights_transposed=spec.fp8,
             **spec.attributes,
@@ -183,6 +184,7 @@ def _experts_bwd(spec, residuals, dy):
                 *_biases(params, "down_bias"),
                 *(h, h_scale, weights, offsets, slot_of_row),
             ],
+            workspace=(m, x.shape[1], i, dy_operand.dtype.itemsize),
             **spec.attributes,
         )
     with jax.named_scope("dropless_up_backward"):
@@ -205,11 +207,13 @@ def _experts_bwd(spec, residuals, dy):
         d_gate, d_up = wgrad(
             [(params[name].shape, params[name].dtype) for name in ("gate", "up")],
             [x.astype(spec.wide), dh, slot_of_row, offsets, None, None],
+            workspace=(m, x.shape[1], dh.dtype.itemsize),
             gather=1,
         )
         d_down, _ = wgrad(
             [(params["down"].shape, params["down"].dtype), None],
             [pa, dy.astype(spec.wide)[:, None, :], slot_of_row, offsets, None, None],
+            workspace=(m, dy.shape[1], pa.dtype.itemsize),
             gather=2,
         )
         d_params = {"gate": d_gate, "up": d_up, "down": d_down}

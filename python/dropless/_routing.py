@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
 from dropless._config import SCORES, MoEConfig, RouterConfig
-from dropless._library import workspace_bytes
 
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
@@ -162,11 +161,12 @@ def _route(static, logits, selection_bias, mask):
     results = [
         ((t, k), i32), ((t, k), f32), ((e,), f32), ((2,), f32), ((2,), i32),
         ((e,), i32), ((e + 1,), i32), ((t * k,), i32), ((t, k), i32),
-        ((workspace_bytes("route", t, e),), jnp.uint8),
     ]  # fmt: skip
     operands = [logits, selection_bias, mask]
-    outputs = call("route", results, operands, capacity=capacity, **_attributes(router))
-    return tuple(outputs[:-1])  # without the workspace
+    attributes = _attributes(router)
+    return tuple(
+        call("route", results, operands, workspace=(t, e), capacity=capacity, **attributes)
+    )
 
 
 def _route_fwd(static, logits, selection_bias, mask):
@@ -216,9 +216,8 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
         return Plan(zeros[1:], zeros, jnp.zeros((0,), i32), jnp.zeros((t, k), i32))
     results = [
         ((num_experts,), i32), ((num_experts + 1,), i32), ((t * k,), i32), ((t, k), i32),
-        ((workspace_bytes("plan", t, num_experts),), jnp.uint8),
     ]  # fmt: skip
-    return Plan(*call("plan", results, [ids], capacity=capacity)[:-1])  # without the workspace
+    return Plan(*call("plan", results, [ids], workspace=(t, num_experts), capacity=capacity))
 
 
 def load_balance_loss(
