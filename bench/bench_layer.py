@@ -12,8 +12,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 import harness
 import peers
@@ -100,11 +98,14 @@ def row(shape, precision, times, **extra):
     return out
 
 
+COLUMNS = "{:24} {:9} {:8} {:>9} {:>8} {:>7} {:>8} {:>10}"
+
+
 def show(rows) -> None:
     """Prints the table a person reads first."""
-    table = Table(
+    heads = (
         "shape",
-        "precision",
+        "operands",
         "routing",
         "ours ms",
         "TFLOP/s",
@@ -112,19 +113,22 @@ def show(rows) -> None:
         "FFN/ours",
         "ragged/ours",
     )
+    print(COLUMNS.format(*heads))
     for r in rows:
         ragged = r.get("ragged_dot_over_ours")
-        table.add_row(
-            r["shape"]["name"],
-            r["precision"],
-            r["routing"],
-            f"{r['times']['dropless']['median_ms']:.2f}",
-            f"{r['tflops']:.3g}",
-            f"{r['dense_over_ours']:.3f}",
-            f"{r['dense_ffn_over_ours']:.3f}",
-            "-" if ragged is None else f"{ragged:.1f}",
+        print(
+            COLUMNS.format(
+                r["shape"]["name"],
+                r["precision"],
+                r["routing"],
+                f"{r['times']['dropless']['median_ms']:.2f}",
+                f"{r['tflops']:.3g}",
+                f"{r['dense_over_ours']:.3f}",
+                f"{r['dense_ffn_over_ours']:.3f}",
+                "-" if ragged is None else f"{ragged:.1f}",
+            ),
+            flush=True,
         )
-    Console(width=120).print(table)
 
 
 def main() -> None:
