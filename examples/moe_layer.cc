@@ -1,8 +1,9 @@
 // One Mixture-of-Experts layer, forward and backward, through the C++ API alone.
 //
 //   logits = x @ router;  ids, p = top-k of softmax(logits)
-//   y[t]   = sum over k of p[t,k] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e],  e =
-//   ids[t,k] loss   = sum(y * target) + 0.01 * load balance + 0.001 * z
+//   y[t]   = sum over k of p[t,k] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]
+//            with e = ids[t,k]
+//   loss   = sum(y * target) + 0.01 * load balance + 0.001 * z
 //
 // It prints the loss, the load of each expert and the norm of each gradient, and checks the
 // gradients against finite differences: exit status 1 if one of them is wrong.

@@ -1,16 +1,18 @@
 // The gated feed-forward of the experts, each GEMM with what is fused around it.
 //
-//   forward:  h = x[token] @ {gate, up} (+ biases); A = act(h_gate) * h_up           expert_up
-//             O = A @ down (+ bias)                                                  grouped_gemm
-//             y = sum over k of p * O                                                combine
-//   backward: dA' = dy[token] @ down^T; dh from p * dA'; p*A; dp = rowsum(dA' * A)
-//   expert_down_backward
-//             dx_rows = dh_gate @ gate^T + dh_up @ up^T expert_up_backward weight gradients
-//             grouped_wgrad
+// forward
+//   expert_up             h = x[token] @ {gate, up} (+ biases); A = act(h_gate) * h_up
+//   grouped_gemm          O = A @ down (+ bias)
+//   combine               y = sum over k of p * O
+// backward
+//   expert_down_backward  dA' = dy[token] @ down^T; dh from p * dA'; p * A; dp = rowsum(dA' * A)
+//   expert_up_backward    dx_rows = dh_gate @ gate^T + dh_up @ up^T
+//   grouped_wgrad         the weight gradients
 //
-// The routing weight p multiplies A, never dy. A is computed from h rounded to the dtype h is
-// stored in, in forward and in backward alike. Row conventions (offsets, zero tails) are those of
-// grouped_gemm.h.
+// The routing weight p multiplies A, never dy. A is computed from h rounded to float32 for float32
+// operands, else to bfloat16, in forward and in backward alike; only where h is stored in float8
+// does the backward pass know no more of it than that. Row conventions (offsets, zero tails) are
+// those of grouped_gemm.h.
 #pragma once
 
 #include "dropless/executor.h"

@@ -98,8 +98,7 @@ class MoEConfig:
       expert_bias: the experts' three matrices have biases.
       precision: of the matrix products' operands. ``"f32"``, ``"bf16"``, ``"fp8"`` (e4m3 in blocks
         of 128; on a CPU it is emulated), or ``"auto"``: decided when the function is traced, from
-        the
-        devices in use: x's own dtype on a CPU, bfloat16 on a GPU.
+        the devices in use: x's own dtype on a CPU, bfloat16 on a GPU.
       expert_capacity_factor: sizes buffers between devices; what does not fit is sent in a further
         round. With ``overflow="drop"``, an expert takes at most
         ``ceil(expert_capacity_factor * T * K / E)`` assignments and drops the rest.

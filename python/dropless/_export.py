@@ -12,8 +12,7 @@ def export_disabled_checks() -> list[Any]:
 
     Give them to ``jax.export.export(..., disabled_checks=)``. JAX refuses custom calls it does not
     know, because it cannot promise that they will mean the same later; the contract number in each
-    target's
-    name makes that promise here: a library of another contract does not have the name.
+    target's name makes that promise here: a library of another contract does not have the name.
     """
     from jax import export  # a submodule that `import jax` does not load
 

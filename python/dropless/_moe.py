@@ -41,8 +41,7 @@ class MoEAux:
       z_loss: scalar float32, mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq.
         5).
       router_entropy: scalar float32, mean over tokens of the entropy of the routing probabilities,
-        in
-        nats: 0 to log(E).
+        in nats: 0 to log(E).
       dropped_tokens: scalar int32, assignments dropped; always 0 unless ``overflow="drop"``.
       rounds: scalar int32, exchanges that were needed until every row was served.
       nonfinite_logits: scalar int32, router logits that are NaN or infinite.

@@ -1,10 +1,9 @@
-"""Policies for ``jax.checkpoint``: which of the layer's saved arrays to keep instead of
-recomputing.
+"""Policies for ``jax.checkpoint``: which of the layer's arrays to keep, not recompute.
 
 The arrays are named ``dropless_x`` (the layer's input, [T, H]), ``dropless_routing`` (logits,
-weights and
-index maps: about T * (4E + 12K) bytes) and ``dropless_h`` (the experts' pre-activations, [M, 2,
-I]). Combine with others by ``jax.checkpoint_policies.save_from_both_policies``.
+weights and index maps: about T * (4E + 12K) bytes) and ``dropless_h`` (the experts'
+pre-activations, [M, 2, I]). Combine with others by
+``jax.checkpoint_policies.save_from_both_policies``.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ void add_scaled(const float* t, int64_t ldt, const float* a_scale, const float* 
 }
 
 // ---- Gated activations
-// ----------------------------------------------------------------------------
 
 enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind
 
@@ -153,7 +152,6 @@ float glu_backward(const GluBackwardRow& row) {
 }
 
 // ---- FP8
-// ------------------------------------------------------------------------------------------
 
 DROPLESS_INLINE VF finite_magnitude(VF x) {
   const VF magnitude = abs(x);

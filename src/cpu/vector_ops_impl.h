@@ -12,7 +12,6 @@ namespace dropless::cpu {
 namespace {
 
 // ---- Rows of float32 or bfloat16
-// --------------------------------------------------------------------
 
 struct F32 {
   using Element = float;
@@ -113,7 +112,6 @@ void accumulate(const void* x, bool x_bf16, float weight, int64_t n, float* sum)
 }
 
 // ---- Router rows
-// ------------------------------------------------------------------------------------
 
 // exp for x <= 0: 0 for what exp clamps, NaN for NaN.
 DROPLESS_INLINE VF exp_or_zero(VF x) {
