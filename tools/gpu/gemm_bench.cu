@@ -1,4 +1,5 @@
-// Times the grouped matrix products on model shapes, every compiled tile, interleaved; JSON lines to stdout.
+// Times the grouped matrix products on model shapes, every compiled tile, interleaved; JSON lines
+// to stdout.
 //   gemm_bench [op [shape]]     op: gemm_N, gemm_T, wgrad, wgrad_f32, up, down_backward,
 //                               up_backward, or all
 #include "cuda/launch/experts_sm90.h"
@@ -13,7 +14,8 @@ using namespace dropless;
 
 constexpr int kRounds = 15;
 
-// [rows, contraction] x [experts, contraction, cols], the shapes of the peers' table; random groups.
+// [rows, contraction] x [experts, contraction, cols], the shapes of the peers' table; random
+// groups.
 struct Shape {
   const char* name;
   int64_t rows;
@@ -21,7 +23,7 @@ struct Shape {
 };
 
 constexpr Shape kShapes[] = {
-    {"olmoe_fc1", 131072, 64, 2048, 2048}, {"olmoe_fc2", 131072, 64, 2048, 1024},
+    {"olmoe_fc1", 131072, 64, 2048, 2048},  {"olmoe_fc2", 131072, 64, 2048, 1024},
     {"qwen3_fc1", 131072, 128, 1536, 2048}, {"qwen3_fc2", 131072, 128, 2048, 768},
     {"mixtral_fc1", 16384, 8, 28672, 4096}, {"mixtral_fc2", 16384, 8, 4096, 14336},
     {"dsv3_fc1", 16384, 32, 4096, 7168},    {"dsv3_fc2", 16384, 32, 7168, 2048},
@@ -43,10 +45,11 @@ constexpr Layer kLayers[] = {
 void print(const char* op, const char* shape, std::vector<Timed>& timed) {
   time_interleaved(timed, kRounds);
   for (const Timed& t : timed) {
-    std::printf("{\"op\": \"%s\", \"shape\": \"%s\", \"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": "
-                "%.4f, \"ms_p90\": %.4f, \"tflops\": %.1f}\n",
-                op, shape, t.name.c_str(), t.median(), t.quantile(0.1), t.quantile(0.9),
-                t.flops / t.median() * 1e-9);
+    std::printf(
+        "{\"op\": \"%s\", \"shape\": \"%s\", \"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": "
+        "%.4f, \"ms_p90\": %.4f, \"tflops\": %.1f}\n",
+        op, shape, t.name.c_str(), t.median(), t.quantile(0.1), t.quantile(0.9),
+        t.flops / t.median() * 1e-9);
   }
   std::fflush(stdout);
 }
@@ -72,8 +75,10 @@ void bench_gemm(const Shape& shape, bool transposed) {
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
-    timed.push_back({names[tile], 2.0 * shape.rows * shape.cols * shape.contraction,
-                     [=] { require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr)); }, {}});
+    timed.push_back({names[tile],
+                     2.0 * shape.rows * shape.cols * shape.contraction,
+                     [=] { require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr)); },
+                     {}});
   }
   print(transposed ? "gemm_T" : "gemm_N", shape.name, timed);
 }
@@ -91,8 +96,10 @@ void bench_wgrad(const Shape& shape, DType out) {
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<cuda::GroupedWgradSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
-    timed.push_back({names[tile], 2.0 * shape.rows * shape.cols * shape.contraction,
-                     [=] { require(cuda::launch_grouped_wgrad_sm90(args, tile, nullptr)); }, {}});
+    timed.push_back({names[tile],
+                     2.0 * shape.rows * shape.cols * shape.contraction,
+                     [=] { require(cuda::launch_grouped_wgrad_sm90(args, tile, nullptr)); },
+                     {}});
   }
   print(out == DType::kBF16 ? "wgrad" : "wgrad_f32", shape.name, timed);
 }
@@ -114,8 +121,10 @@ void bench_up(const Layer& layer) {
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertUpSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
-    timed.push_back({names[tile], 4.0 * layer.rows * layer.model * layer.width,
-                     [=] { require(cuda::launch_expert_up_sm90(args, rows, nullptr)); }, {}});
+    timed.push_back({names[tile],
+                     4.0 * layer.rows * layer.model * layer.width,
+                     [=] { require(cuda::launch_expert_up_sm90(args, rows, nullptr)); },
+                     {}});
   }
   print("up", layer.name, timed);
 }
@@ -135,8 +144,10 @@ void bench_up_backward(const Layer& layer) {
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
-    timed.push_back({names[tile], 4.0 * layer.rows * layer.model * layer.width,
-                     [=] { require(cuda::launch_expert_up_backward_sm90(args, tile, nullptr)); }, {}});
+    timed.push_back({names[tile],
+                     4.0 * layer.rows * layer.model * layer.width,
+                     [=] { require(cuda::launch_expert_up_backward_sm90(args, tile, nullptr)); },
+                     {}});
   }
   print("up_backward", layer.name, timed);
 }
@@ -170,11 +181,11 @@ void bench_down_backward(const Layer& layer) {
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
-    timed.push_back({names[tile], 2.0 * layer.rows * layer.model * layer.width,
-                     [=] {
-                       require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, nullptr));
-                     },
-                     {}});
+    timed.push_back(
+        {names[tile],
+         2.0 * layer.rows * layer.model * layer.width,
+         [=] { require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, nullptr)); },
+         {}});
   }
   print("down_backward", layer.name, timed);
 }

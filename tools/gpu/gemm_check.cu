@@ -1,103 +1,18 @@
-// Checks the grouped matrix products against plain fp32 ones: every compiled tile, ragged and empty groups,
-// poisoned outputs, NaN in the rows of no group.
+// Checks the grouped matrix products against plain fp32 ones: every compiled tile, ragged and empty
+// groups, poisoned outputs, NaN in the rows of no group.
 //   gemm_check [filter]   exit status 1 if anything differs
 //   gemm_check small      tiny shapes only, for compute-sanitizer
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/grouped_gemm_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
+#include "gemm_check_api.cuh"
+#include "gemm_reference.cuh"
 #include "harness.cuh"
 
 namespace harness {
 namespace {
 
 using namespace dropless;
-
-int expert_of_host(const std::vector<int32_t>& offsets, int row) {
-  if (row < offsets.front() || row >= offsets.back()) return -1;
-  return static_cast<int>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
-}
-
-// One thread an element. rhs is [E, Kc, N], or [E, N, Kc].
-__global__ void reference_gemm_kernel(const __nv_bfloat16* lhs, const __nv_bfloat16* rhs,
-                                      const int* expert_of_row, const float* bias, float* out,
-                                      int64_t rows, int contraction, int cols, bool transposed) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i >= rows * cols) return;
-  const int64_t row = i / cols;
-  const int col = static_cast<int>(i % cols);
-  const int expert = expert_of_row[row];
-  float sum = 0;
-  if (expert >= 0) {
-    const __nv_bfloat16* matrix = rhs + static_cast<int64_t>(expert) * contraction * cols;
-    for (int k = 0; k < contraction; ++k) {
-      sum += static_cast<float>(lhs[row * contraction + k]) *
-             static_cast<float>(transposed ? matrix[static_cast<int64_t>(col) * contraction + k]
-                                           : matrix[static_cast<int64_t>(k) * cols + col]);
-    }
-    if (bias != nullptr) sum += bias[static_cast<int64_t>(expert) * cols + col];
-  }
-  out[i] = sum;
-}
-
-// One thread an element of dw [E, rows, cols]: sum over the group's rows of x[r, row] * dy[r, plane, col].
-__global__ void reference_wgrad_kernel(const __nv_bfloat16* x, const __nv_bfloat16* dy,
-                                       const int* offsets, float* dw, int experts, int rows,
-                                       int cols, int planes, int plane) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i >= static_cast<int64_t>(experts) * rows * cols) return;
-  const int col = static_cast<int>(i % cols);
-  const int64_t row = i / cols % rows, expert = i / cols / rows;
-  float sum = 0;
-  for (int64_t r = offsets[expert]; r < offsets[expert + 1]; ++r) {
-    sum += static_cast<float>(x[r * rows + row]) *
-           static_cast<float>(dy[(r * planes + plane) * cols + col]);
-  }
-  dw[i] = sum;
-}
-
-Array expert_of_rows(const std::vector<int32_t>& offsets, int64_t rows) {
-  std::vector<int> host(rows);
-  for (int64_t r = 0; r < rows; ++r) host[r] = expert_of_host(offsets, static_cast<int>(r));
-  Array array(DType::kI32, {rows});
-  array.upload(host);
-  return array;
-}
-
-// Makes the rows of no group NaN: they must never be read.
-void poison_outside(const Array& array, const std::vector<int32_t>& offsets) {
-  const int64_t rows = array.tensor().dims[0], row_bytes = array.tensor().bytes() / rows;
-  HARNESS_CUDA(cudaMemset(array.as<uint8_t>(), 0xFF, offsets.front() * row_bytes));
-  HARNESS_CUDA(cudaMemset(array.as<uint8_t>() + offsets.back() * row_bytes, 0xFF,
-                          (rows - offsets.back()) * row_bytes));
-}
-
-Array device_offsets(const std::vector<int32_t>& offsets) {
-  Array array(DType::kI32, {static_cast<int64_t>(offsets.size())});
-  array.upload(offsets);
-  return array;
-}
-
-std::vector<float> reference_gemm(const Array& lhs, const Array& rhs, const Array& map,
-                                  const float* bias, bool transposed) {
-  const int64_t rows = lhs.tensor().dims[0];
-  const int contraction = static_cast<int>(rhs.tensor().dims[transposed ? 2 : 1]);
-  const int cols = static_cast<int>(rhs.tensor().dims[transposed ? 1 : 2]);
-  Array want(DType::kF32, {rows, cols});
-  reference_gemm_kernel<<<(rows * cols + 255) / 256, 256>>>(
-      lhs.as<__nv_bfloat16>(), rhs.as<__nv_bfloat16>(), map.as<int>(), bias, want.as<float>(), rows,
-      contraction, cols, transposed);
-  HARNESS_CUDA(cudaGetLastError());
-  return floats(want);
-}
-
-struct Case {
-  std::string name;
-  std::vector<int32_t> offsets;
-  int64_t rows;
-  int contraction, cols;
-};
-
-int64_t experts_of(const Case& c) { return static_cast<int64_t>(c.offsets.size()) - 1; }
 
 void check_gemm(const Case& c, bool transposed, bool with_bias) {
   const int64_t experts = experts_of(c);
@@ -224,7 +139,8 @@ void check_up_backward(const Case& c) {
     HARNESS_CUDA(cudaMemcpy2D(half.as<uint8_t>(), 2 * c.contraction,
                               dh.as<uint8_t>() + plane * 2 * c.contraction, 4 * c.contraction,
                               2 * c.contraction, c.rows, cudaMemcpyDefault));
-    const std::vector<float> part = reference_gemm(half, plane == 0 ? gate : up, map, nullptr, true);
+    const std::vector<float> part =
+        reference_gemm(half, plane == 0 ? gate : up, map, nullptr, true);
     for (size_t i = 0; i < want.size(); ++i) want[i] += part[i];
   }
   const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
@@ -317,130 +233,54 @@ void check_all(const Case& c) {
   check_down_backward(c);
 }
 
-void expect_same(const std::string& name, const Array& a, const Array& b) {
-  const bool same = a.download_bytes() == b.download_bytes();
-  if (!same) ++failures;
-  std::printf("%s %s\n", same ? "ok  " : "FAIL", name.c_str());
+std::vector<float> slice(const Array& array, int64_t first, int64_t count) {
+  std::vector<__nv_bfloat16> host(count);
+  HARNESS_CUDA(cudaMemcpy(host.data(), array.as<__nv_bfloat16>() + first,
+                          count * sizeof(__nv_bfloat16), cudaMemcpyDefault));
+  return std::vector<float>(host.begin(), host.end());
 }
 
-// Runs `call` on a stream as it is, and 20 times from a captured graph.
-void run_and_replay(cudaStream_t stream, const std::function<void()>& call, bool replay) {
-  if (!replay) {
-    call();
-    HARNESS_CUDA(cudaStreamSynchronize(stream));
-    return;
+// Arrays past 2^31 elements: the last rows of a product, and the weights of three experts.
+void check_big() {
+  const int64_t rows = 320000, contraction = 64, cols = 7168, last = 300;
+  Array lhs = normal(DType::kBF16, {rows, contraction}, 1);
+  Array rhs = normal(DType::kBF16, {2, contraction, cols}, 2);
+  Array out(DType::kBF16, {rows, cols}), offsets = device_offsets({0, 100001, 320000});
+  GroupedGemmArgs args;
+  args.lhs = lhs;
+  args.rhs = rhs;
+  args.offsets = offsets;
+  args.out = out;
+  Array tail(DType::kBF16, {last, contraction}), map = expert_of_rows({-1, 0, 400}, last);
+  HARNESS_CUDA(cudaMemcpy(tail.as<uint8_t>(), lhs.as<__nv_bfloat16>() + (rows - last) * contraction,
+                          last * contraction * 2, cudaMemcpyDefault));
+  const std::vector<float> want = reference_gemm(tail, rhs, map, nullptr, false);
+  for (int tile = 0; tile < 2; ++tile) {
+    out.poison();
+    require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr));
+    expect_values("big gemm, tile " + std::to_string(tile),
+                  slice(out, (rows - last) * cols, last * cols), want);
   }
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  HARNESS_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  call();
-  HARNESS_CUDA(cudaStreamEndCapture(stream, &graph));
-  HARNESS_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 20; ++i) HARNESS_CUDA(cudaGraphLaunch(executable, stream));
-  HARNESS_CUDA(cudaStreamSynchronize(stream));
-  HARNESS_CUDA(cudaGraphExecDestroy(executable));
-  HARNESS_CUDA(cudaGraphDestroy(graph));
-}
-
-// The public functions gather by token; the launches above take rows in order. Both must give the same bits, also
-// from a captured graph and again and again.
-void check_api(const Case& c, int experts_per_token) {
-  const int64_t experts = experts_of(c), tokens = ceil_div(c.rows, experts_per_token);
-  const int64_t model = c.contraction, width = c.cols, slots_count = tokens * experts_per_token;
-  Array x = normal(DType::kBF16, {tokens, model}, 1), rows(DType::kBF16, {c.rows, model});
-  std::vector<int> order(slots_count);
-  for (int64_t i = 0; i < slots_count; ++i) order[i] = static_cast<int>(i);
-  std::shuffle(order.begin(), order.end(), std::mt19937(5));
-  order.resize(c.rows);
-  for (int64_t r = 0; r < c.rows; ++r) {
-    if (r < c.offsets.front() || r >= c.offsets.back()) order[r] = -1;
+  const int experts = 64, k = 4096, n = 14336;
+  Array x = normal(DType::kBF16, {2000, k}, 3), dy = normal(DType::kBF16, {2000, 1, n}, 4);
+  Array dw(DType::kBF16, {experts, k, n});
+  Array sizes = device_offsets(random_offsets(experts, 2000, 0.9, 11));
+  GroupedWgradArgs wgrad;
+  wgrad.x = x;
+  wgrad.dy = dy;
+  wgrad.offsets = sizes;
+  wgrad.dw[0] = dw;
+  require(cuda::grouped_wgrad(wgrad, Tensor(), nullptr));
+  const int64_t matrix = static_cast<int64_t>(k) * n;
+  for (int expert : {0, 37, 63}) {
+    Array one(DType::kF32, {1, k, n});
+    reference_wgrad_kernel<<<(matrix + 255) / 256, 256>>>(
+        x.as<__nv_bfloat16>(), dy.as<__nv_bfloat16>(), sizes.as<int>() + expert, one.as<float>(), 1,
+        k, n, 1, 0);
+    HARNESS_CUDA(cudaGetLastError());
+    expect_values("big wgrad, expert " + std::to_string(expert), slice(dw, expert * matrix, matrix),
+                  floats(one));
   }
-  Array slots(DType::kI32, {c.rows}), offsets = device_offsets(c.offsets);
-  slots.upload(order);
-  PermuteArgs permutation;
-  permutation.x = x;
-  permutation.slot_of_row = slots;
-  permutation.experts_per_token = experts_per_token;
-  permutation.rows = rows;
-  require(cuda::permute(permutation, Tensor(), nullptr));
-  const float scale = 1.0f / std::sqrt(static_cast<float>(model));
-  Array gate = normal(DType::kBF16, {experts, model, width}, 2, scale);
-  Array up = normal(DType::kBF16, {experts, model, width}, 3, scale);
-  Array down = normal(DType::kBF16, {experts, width, model}, 4, scale);
-  Array weights = normal(DType::kF32, {tokens, experts_per_token}, 5);
-  HARNESS_CUDA(cudaDeviceSynchronize());
-  cudaStream_t stream;
-  HARNESS_CUDA(cudaStreamCreate(&stream));
-  auto array = [&](std::vector<int64_t> dims) { return Array(DType::kBF16, dims); };
-  Array h = array({c.rows, 2, width}), a = array({c.rows, width});
-  Array dh = array({c.rows, 2, width}), pa = array({c.rows, width});
-  Array dp(DType::kF32, {tokens, experts_per_token});
-  Array dw = array({experts, model, width}), dw2 = array({experts, model, width});
-  ExpertUpArgs up_args;
-  up_args.x = x;
-  up_args.gate = gate;
-  up_args.up = up;
-  up_args.offsets = offsets;
-  up_args.slot_of_row = slots;
-  up_args.experts_per_token = experts_per_token;
-  up_args.h = h;
-  up_args.a = a;
-  require(cuda::launch_expert_up_sm90(up_args, rows, nullptr));
-  ExpertDownBackwardArgs down_args;
-  down_args.dy = x;
-  down_args.down = down;
-  down_args.h = h;
-  down_args.weights = weights;
-  down_args.offsets = offsets;
-  down_args.slot_of_row = slots;
-  down_args.dh = dh;
-  down_args.pa = pa;
-  down_args.d_weights = dp;
-  Array sums(DType::kF32, {ceil_div(width, cuda::kDownBackwardTileCols), c.rows});
-  require(cuda::launch_expert_down_backward_sm90(down_args, rows, sums.as<float>(), nullptr));
-  GroupedWgradArgs wgrad_args;
-  wgrad_args.x = rows;
-  wgrad_args.dy = dh;
-  wgrad_args.offsets = offsets;
-  wgrad_args.dw[0] = dw;
-  wgrad_args.dw[1] = dw2;
-  require(cuda::grouped_wgrad(wgrad_args, Tensor(), nullptr));
-  HARNESS_CUDA(cudaDeviceSynchronize());
-  for (bool replay : {false, true}) {
-    const std::string suffix = replay ? " replayed" : "";
-    Array h2 = array({c.rows, 2, width}), a2 = array({c.rows, width});
-    Array dh2 = array({c.rows, 2, width}), pa2 = array({c.rows, width});
-    Array dp2(DType::kF32, {tokens, experts_per_token});
-    Array dw3 = array({experts, model, width}), dw4 = array({experts, model, width});
-    up_args.h = h2;
-    up_args.a = a2;
-    down_args.h = h;
-    down_args.dh = dh2;
-    down_args.pa = pa2;
-    down_args.d_weights = dp2;
-    wgrad_args.x = x;
-    wgrad_args.slot_of_row = slots;
-    wgrad_args.gather = Gather::kLhs;
-    wgrad_args.experts_per_token = experts_per_token;
-    wgrad_args.dw[0] = dw3;
-    wgrad_args.dw[1] = dw4;
-    Array workspace(DType::kU8, {std::max({cuda::expert_up_workspace_bytes(up_args),
-                                           cuda::expert_down_backward_workspace_bytes(down_args),
-                                           cuda::grouped_wgrad_workspace_bytes(wgrad_args)})});
-    run_and_replay(stream, [&] {
-      require(cuda::expert_up(up_args, workspace, stream));
-      require(cuda::expert_down_backward(down_args, workspace, stream));
-      require(cuda::grouped_wgrad(wgrad_args, workspace, stream));
-    }, replay);
-    expect_same("api up h" + suffix, h, h2);
-    expect_same("api up a" + suffix, a, a2);
-    expect_same("api down_backward dh" + suffix, dh, dh2);
-    expect_same("api down_backward pa" + suffix, pa, pa2);
-    expect_same("api down_backward d_weights" + suffix, dp, dp2);
-    expect_same("api wgrad gate" + suffix, dw, dw3);
-    expect_same("api wgrad up" + suffix, dw2, dw4);
-  }
-  HARNESS_CUDA(cudaStreamDestroy(stream));
 }
 
 int run(int argc, char** argv) {
@@ -451,6 +291,7 @@ int run(int argc, char** argv) {
     std::printf("%d failures\n", failures);
     return failures > 0;
   }
+  if (filter.empty() || filter == "big") check_big();
   if (filter.empty() || filter == "api") {
     check_api({"api", offsets_of({100, 0, 257, 31, 0, 500, 64}, 37), 1200, 328, 520}, 3);
     check_api({"api", random_offsets(24, 40000, 0.3, 9), 40000, 512, 384}, 4);

@@ -1,4 +1,5 @@
-// Pieces of the stand-alone GPU programs: device arrays, random data, ragged groups, comparison, timing.
+// Pieces of the stand-alone GPU programs: device arrays, random data, ragged groups, comparison,
+// timing.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,13 +26,13 @@ using dropless::ConstTensor;
 using dropless::DType;
 using dropless::Tensor;
 
-#define HARNESS_CUDA(call)                                                                  \
-  do {                                                                                      \
-    const cudaError_t error = (call);                                                       \
-    if (error != cudaSuccess) {                                                             \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error));   \
-      std::exit(1);                                                                         \
-    }                                                                                       \
+#define HARNESS_CUDA(call)                                                                \
+  do {                                                                                    \
+    const cudaError_t error = (call);                                                     \
+    if (error != cudaSuccess) {                                                           \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error)); \
+      std::exit(1);                                                                       \
+    }                                                                                     \
   } while (0)
 
 // A device array that is poisoned with 0xFF (NaN in every float type) when made.
@@ -113,7 +114,8 @@ inline Array normal(DType dtype, std::vector<int64_t> dims, uint64_t seed, float
 }
 
 // Offsets [E+1] of random groups: sizes uniform in mean * (1 +- spread), summing to `total`.
-inline std::vector<int32_t> random_offsets(int experts, int64_t total, double spread, uint32_t seed) {
+inline std::vector<int32_t> random_offsets(int experts, int64_t total, double spread,
+                                           uint32_t seed) {
   std::mt19937 random(seed);
   std::uniform_real_distribution<double> uniform(1 - spread, 1 + spread);
   std::vector<double> weight(experts);
@@ -144,8 +146,8 @@ inline std::vector<float> floats(const Array& array) {
                                               : to_float<float>(array);
 }
 
-// Root-mean-square error of `got` over the reference's RMS, and the largest error over it; infinite if `got`
-// has anything that is not finite.
+// Root-mean-square error of `got` over the reference's RMS, and the largest error over it; infinite
+// if `got` has anything that is not finite.
 struct Error {
   double rms = 0, largest = 0;
   int64_t where = -1;
@@ -169,14 +171,19 @@ inline Error compare(const std::vector<float>& got, const std::vector<float>& wa
 
 inline int failures = 0;
 
-// bf16 keeps 8 bits: rounding to nearest moves a value by at most 2^-9 of it, 2^-9/sqrt(3) in the mean.
-inline void expect_close(const std::string& name, const Array& got, const std::vector<float>& want,
-                         double rms_bound = 2.5e-3) {
-  const Error error = compare(floats(got), want);
+// bf16 keeps 8 bits: rounding to nearest moves a value by at most 2^-9 of it, 2^-9/sqrt(3) in the
+// mean.
+inline void expect_values(const std::string& name, const std::vector<float>& got,
+                          const std::vector<float>& want, double rms_bound = 2.5e-3) {
+  const Error error = compare(got, want);
   const bool ok = error.rms <= rms_bound;
   if (!ok) ++failures;
   std::printf("%s %-58s rms %.2e largest %.2e%s\n", ok ? "ok  " : "FAIL", name.c_str(), error.rms,
               error.largest, ok ? "" : (" at " + std::to_string(error.where)).c_str());
+}
+inline void expect_close(const std::string& name, const Array& got, const std::vector<float>& want,
+                         double rms_bound = 2.5e-3) {
+  expect_values(name, floats(got), want, rms_bound);
 }
 
 inline void require(const dropless::Status& status) {
@@ -195,7 +202,8 @@ std::vector<std::string> tile_names() {
              (tile.kPingpong ? "pp" : "");
     };
     return std::vector<std::string>{name(std::tuple_element_t<kIndex, Tiles>())...};
-  }(std::make_index_sequence<std::tuple_size_v<Tiles>>());
+  }
+  (std::make_index_sequence<std::tuple_size_v<Tiles>>());
 }
 
 struct Timed {

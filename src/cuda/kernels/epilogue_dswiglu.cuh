@@ -1,10 +1,11 @@
-// Epilogue of expert_down_backward: from dA' = dy * down^T (in the accumulators), h and the routing weight p,
+// Epilogue of expert_down_backward: from dA' = dy * down^T (in the accumulators), h and the routing
+// weight p,
 //   dh_gate = p dA' act'(h_gate) h_up,  dh_up = p dA' act(h_gate),  pA = p act(h_gate) h_up,
 // and the sum of dA' * A over this tile's columns, the tile's share of p's gradient.
 //
-// 64 columns at a time, each warp turns its 16 rows of dA' around in shared memory, so that a lane holds 8 adjacent
-// columns of a row: h is read and results are written 16 bytes at a time. The loop over these steps is not unrolled:
-// copies of its body would not fit the instruction cache.
+// 64 columns at a time, each warp turns its 16 rows of dA' around in shared memory, so that a lane
+// holds 8 adjacent columns of a row: h is read and results are written 16 bytes at a time. The loop
+// over these steps is not unrolled: copies of its body would not fit the instruction cache.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
@@ -21,8 +22,8 @@ struct RowMatrix {
   int cols;
 };
 
-// Shared memory of one warpgroup: a warp has 16 rows of 64 fp32 of dA', and 16 rows of 128 bytes of each of gate
-// and up, where a lane reads only what it has loaded itself.
+// Shared memory of one warpgroup: a warp has 16 rows of 64 fp32 of dA', and 16 rows of 128 bytes of
+// each of gate and up, where a lane reads only what it has loaded itself.
 class DswigluStaging {
  public:
   static constexpr int kWarpRows = 16;
@@ -38,8 +39,8 @@ class DswigluStaging {
   // The warp's first row in a block of 64.
   __device__ __forceinline__ int first_row() const { return first_row_; }
 
-  // Address of 16-byte unit `unit` (of 16) of row `row` of dA'. Swizzled so that neither the fragments' 8-byte
-  // writes nor the rows' 16-byte reads meet in a bank.
+  // Address of 16-byte unit `unit` (of 16) of row `row` of dA'. Swizzled so that neither the
+  // fragments' 8-byte writes nor the rows' 16-byte reads meet in a bank.
   __device__ __forceinline__ uint32_t product(int row, int unit) const {
     return products_ + row * 256 + ((unit ^ (unit >> 3) ^ ((row & 3) << 1)) << 4);
   }
@@ -144,13 +145,14 @@ class DswigluEpilogue {
     }
   }
 
-  // Starts loading this lane's 8 columns of its i-th row of gate and up; `block` is where the block of 64 rows starts.
-  // Within it 32 bits hold any offset.
+  // Starts loading this lane's 8 columns of its i-th row of gate and up; `block` is where the block
+  // of 64 rows starts. Within it 32 bits hold any offset.
   __device__ __forceinline__ void load_h_row(int i, const uint8_t* block, uint32_t offset,
                                              bool present, const Staging& staging) const {
     const uint8_t* from = present ? block + offset : params_.h.data;
     ptx::copy_async_16(staging.operand(i, 0), from, present);
-    ptx::copy_async_16(staging.operand(i, 1), present ? from + params_.h.plane_bytes : from, present);
+    ptx::copy_async_16(staging.operand(i, 1), present ? from + params_.h.plane_bytes : from,
+                       present);
   }
 
   // Registers from .. from + 31, a fragment of 64 columns, into rows.
@@ -169,7 +171,8 @@ class DswigluEpilogue {
     }
   }
 
-  // This lane's 8 columns of its i-th row, results to dh and out_pa; returns their share of the row's sum.
+  // This lane's 8 columns of its i-th row, results to dh and out_pa; returns their share of the
+  // row's sum.
   __device__ __forceinline__ float differentiate(int i, uint8_t* dh, uint8_t* out_pa, float p,
                                                  bool present, const Staging& staging) const {
     const float4 gate = ptx::load_shared_16(staging.operand(i, 0));
@@ -178,8 +181,8 @@ class DswigluEpilogue {
     const float4 low = ptx::load_shared_16(staging.product(warp_row, unit));
     const float4 high = ptx::load_shared_16(staging.product(warp_row, unit + 1));
     const float d[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const uint32_t g[4] = {__float_as_uint(gate.x), __float_as_uint(gate.y), __float_as_uint(gate.z),
-                           __float_as_uint(gate.w)};
+    const uint32_t g[4] = {__float_as_uint(gate.x), __float_as_uint(gate.y),
+                           __float_as_uint(gate.z), __float_as_uint(gate.w)};
     const uint32_t u[4] = {__float_as_uint(up.x), __float_as_uint(up.y), __float_as_uint(up.z),
                            __float_as_uint(up.w)};
     uint32_t dg[4], du[4], pa[4];
@@ -204,7 +207,8 @@ class DswigluEpilogue {
     }
     if (present) {
       *reinterpret_cast<uint4*>(dh) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
-      *reinterpret_cast<uint4*>(dh + params_.dh.plane_bytes) = make_uint4(du[0], du[1], du[2], du[3]);
+      *reinterpret_cast<uint4*>(dh + params_.dh.plane_bytes) =
+          make_uint4(du[0], du[1], du[2], du[3]);
       *reinterpret_cast<uint4*>(out_pa) = make_uint4(pa[0], pa[1], pa[2], pa[3]);
     }
     return present ? sum : 0.0f;

@@ -32,7 +32,8 @@ class StoreEpilogue {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       if (rows > i * kChunk) {
-        store_block<2 * kAll>(acc[i], tile, row + i * kChunk, min(rows - i * kChunk, kChunk), staging);
+        store_block<2 * kAll>(acc[i], tile, row + i * kChunk, min(rows - i * kChunk, kChunk),
+                              staging);
       }
     }
   }

@@ -1,4 +1,5 @@
-// Epilogue of expert_up: h = (gate, up) + biases rounded to bf16, and A = act(h_gate) * h_up from the rounded h.
+// Epilogue of expert_up: h = (gate, up) + biases rounded to bf16, and A = act(h_gate) * h_up from
+// the rounded h.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
@@ -6,18 +7,18 @@
 
 namespace dropless::cuda {
 
-// A tile holds columns c of gate in its left half and the same columns of up in its right half, so each thread
-// has both in registers.
+// A tile holds columns c of gate in its left half and the same columns of up in its right half, so
+// each thread has both in registers.
 template <ActivationKind kActivation>
 class SwigluEpilogue {
  public:
   static constexpr int kMatrices = 2;
   using Staging = ResultStaging;
   struct Params {
-    ResultMatrix h;           // planes gate, up of [M, I]; data is null if h is not wanted
-    ResultMatrix a;           // [M, I]
-    const float* gate_bias;   // [E, I] or null
-    const float* up_bias;     // [E, I] or null
+    ResultMatrix h;          // planes gate, up of [M, I]; data is null if h is not wanted
+    ResultMatrix a;          // [M, I]
+    const float* gate_bias;  // [E, I] or null
+    const float* up_bias;    // [E, I] or null
   };
 
   __device__ explicit SwigluEpilogue(const Params& params) : params_(params) {}
@@ -51,7 +52,8 @@ class SwigluEpilogue {
   __device__ static void zero_row(const Params& params, int row, int lane) {
     const int64_t bytes = static_cast<int64_t>(params.a.cols) * 2;
     zero_bytes(params.a.data + row * params.a.row_bytes, bytes, lane);
-    if (params.h.data != nullptr) zero_bytes(params.h.data + row * params.h.row_bytes, 2 * bytes, lane);
+    if (params.h.data != nullptr)
+      zero_bytes(params.h.data + row * params.h.row_bytes, 2 * bytes, lane);
   }
 
  private:

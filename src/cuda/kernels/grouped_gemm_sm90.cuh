@@ -1,9 +1,10 @@
 // out[r] = lhs[r] * rhs[e(r)] in bf16 for ragged groups of rows, for sm_90a.
 //
-// Persistent blocks of three warpgroups: one loads operands by TMA into a ring of stages, two multiply them
-// with wgmma. Tiles start at each group's first row, so a group's last tile may reach into the next
-// group's rows: these are computed and not stored. Work that is not there (64 rows past the group's end) is
-// skipped. What happens to the accumulators is the epilogue's business (epilogue_*.cuh).
+// Persistent blocks of three warpgroups: one loads operands by TMA into a ring of stages, two
+// multiply them with wgmma. Tiles start at each group's first row, so a group's last tile may reach
+// into the next group's rows: these are computed and not stored. Work that is not there (64 rows
+// past the group's end) is skipped. What happens to the accumulators is the epilogue's business
+// (epilogue_*.cuh).
 #pragma once
 
 #include <cuda.h>
@@ -23,10 +24,11 @@ struct alignas(128) GroupedGemmParams {
   EpilogueParams epilogue;
   const int32_t* offsets;  // [E+1]
   int experts;
-  int rows;          // M
-  int cols;          // columns that the tiles cover; of one of the pair's matrices if it stands side by side
-  int blocks;        // contraction blocks of 64 in one plane
-  int planes;        // 1, or 2: the contraction runs over both planes of lhs, each with its own rhs
+  int rows;    // M
+  int cols;    // columns that the tiles cover; of one of the pair's matrices if it stands side by
+               // side
+  int blocks;  // contraction blocks of 64 in one plane
+  int planes;  // 1, or 2: the contraction runs over both planes of lhs, each with its own rhs
 };
 
 // Registers a thread of each role: 128 * (2 * 232 + 40) fit the 65536 of a multiprocessor.
@@ -110,9 +112,8 @@ class GroupedGemmSm90 {
   __device__ __forceinline__ void load(int stage, const RowTile& tile, int plane, int k) {
     constexpr int kCluster = Tile::kCluster;
     uint64_t* full = ring_.full + stage;
-    load_chunks<Major::kK, Tile::kRows / kChunk, kCluster>(ring_.lhs(stage), &params_.lhs, full,
-                                                           tile.row, k, plane, tile.shares_rows,
-                                                           rank_);
+    load_chunks<Major::kK, Tile::kRows / kChunk, kCluster>(
+        ring_.lhs(stage), &params_.lhs, full, tile.row, k, plane, tile.shares_rows, rank_);
 #pragma unroll
     for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
       load_chunks<kRhsMajor, kTileCols / kChunk, kCluster>(
@@ -162,7 +163,8 @@ class GroupedGemmSm90 {
       return;
     }
     float acc[1][Tile::kCols / 2];
-    ring_.multiply(acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});
+    ring_.multiply(
+        acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});
     epilogue.store(acc, tile, tile.row + warpgroup * kChunk, min(rows, kChunk), staging);
   }
 
@@ -172,9 +174,11 @@ class GroupedGemmSm90 {
                                              Epilogue& epilogue) {
     constexpr int kRowTiles = Tile::kRows / kChunk;
     float acc[kRowTiles][Tile::kCols / 2];
-    ring_.multiply(acc, state, blocks, 0, threadIdx.x % kWarpgroup, [](int, int) {}, [&](int block) {
-      if (block == blocks - 1) ring_.pass_turn(warpgroup, threadIdx.x % kWarpgroup);
-    });
+    ring_.multiply(
+        acc, state, blocks, 0, threadIdx.x % kWarpgroup, [](int, int) {},
+        [&](int block) {
+          if (block == blocks - 1) ring_.pass_turn(warpgroup, threadIdx.x % kWarpgroup);
+        });
     epilogue.store(acc, tile, tile.row, tile.rows, staging);
   }
 

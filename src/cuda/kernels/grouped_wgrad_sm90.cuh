@@ -1,8 +1,10 @@
-// dw[p][e] (+)= sum over the rows r of expert e of outer(x[r], dy[r, p]), bf16 operands, for sm_90a.
+// dw[p][e] (+)= sum over the rows r of expert e of outer(x[r], dy[r, p]), bf16 operands, for
+// sm_90a.
 //
-// A product whose contraction runs over a group's rows. Both operands are read as they lie, rows outermost: wgmma
-// takes MN-major operands of bf16, so nothing is transposed. Roles and pipeline are those of
-// grouped_gemm_sm90.cuh; every expert has the same tiles, and an empty expert's tiles are stored as zeros.
+// A product whose contraction runs over a group's rows. Both operands are read as they lie, rows
+// outermost: wgmma takes MN-major operands of bf16, so nothing is transposed. Roles and pipeline
+// are those of grouped_gemm_sm90.cuh; every expert has the same tiles, and an empty expert's tiles
+// are stored as zeros.
 #pragma once
 
 #include <cuda.h>
@@ -122,8 +124,9 @@ class GroupedWgradSm90 {
     staging.finish();
   }
 
-  __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int warpgroup, int chunk,
-                                                     int blocks, typename Ring::State& state,
+  __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int warpgroup,
+                                                     int chunk, int blocks,
+                                                     typename Ring::State& state,
                                                      ResultStaging& staging) const {
     const int thread = threadIdx.x % kWarpgroup;
     float acc[kRowTiles][Tile::kCols / 2];
@@ -147,20 +150,20 @@ class GroupedWgradSm90 {
   __device__ __forceinline__ void store(float (&acc)[Tile::kCols / 2], const WeightTile& tile,
                                         int row, ResultStaging& staging) const {
     const ResultMatrix& to = params_.dw[tile.plane];
-    // The copy engine adds fp32, once to each element; bf16 is added here, before its only rounding.
+    // The copy engine adds fp32, once to each element; bf16 is added here, before its only
+    // rounding.
     constexpr bool kAddHere = kAccumulate && std::is_same_v<Out, __nv_bfloat16>;
     if constexpr (kAddHere) add_old(acc, to, tile, row, staging.thread());
     constexpr int kRegisters = kResultCols<Out> / 2;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kCols / kResultCols<Out>; ++chunk) {
       staging.write(Out{}, [&](int i) { return acc[chunk * kRegisters + i]; });
-      staging.template send<Out, kAccumulate && !kAddHere>(
-          to, tile.col + chunk * kResultCols<Out>, row, tile.expert, kChunk);
+      staging.template send<Out, kAccumulate && !kAddHere>(to, tile.col + chunk * kResultCols<Out>,
+                                                           row, tile.expert, kChunk);
     }
   }
 
-  __device__ __forceinline__ void store_zero(const WeightTile& tile,
-                                             ResultStaging& staging) const {
+  __device__ __forceinline__ void store_zero(const WeightTile& tile, ResultStaging& staging) const {
     for (int i = 0; i < kRowTiles; ++i) {
       const int row = tile.row + i * kChunk;
       for (int chunk = 0; chunk < Tile::kCols / kResultCols<Out>; ++chunk) {

@@ -1,4 +1,5 @@
-// The last step of the routing weights' gradient: adds up the column tiles' shares and scatters them to slots.
+// The last step of the routing weights' gradient: adds up the column tiles' shares and scatters
+// them to slots.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,8 +8,8 @@
 
 namespace dropless::cuda {
 
-// d_weights[slot_of_row[r]] = sum over tiles of row_sums[tile, r], for the rows of all groups. Tiles are added in
-// order, so the result does not depend on which block ran when.
+// d_weights[slot_of_row[r]] = sum over tiles of row_sums[tile, r], for the rows of all groups.
+// Tiles are added in order, so the result does not depend on which block ran when.
 __global__ void __launch_bounds__(256)
     weight_gradient_sum_kernel(const float* row_sums /* [tiles, M] */, const int32_t* slot_of_row,
                                const int32_t* offsets /* [E+1] */, int experts, int tiles, int rows,
@@ -22,16 +23,19 @@ __global__ void __launch_bounds__(256)
   d_weights[slot] = sum;
 }
 
-// d_weights[slot_of_row[r]] += dot(dy[r], bias[e(r)]): what a bias of the down-projection adds. A warp a row.
+// d_weights[slot_of_row[r]] += dot(dy[r], bias[e(r)]): what a bias of the down-projection adds. A
+// warp a row.
 __global__ void __launch_bounds__(256)
-    weight_gradient_bias_kernel(const __nv_bfloat16* dy /* [M, H] */, const float* bias /* [E, H] */,
-                                const int32_t* slot_of_row, const int32_t* offsets, int experts,
-                                int rows, int width, float* d_weights) {
+    weight_gradient_bias_kernel(const __nv_bfloat16* dy /* [M, H] */,
+                                const float* bias /* [E, H] */, const int32_t* slot_of_row,
+                                const int32_t* offsets, int experts, int rows, int width,
+                                float* d_weights) {
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (row >= rows || row < offsets[0] || row >= offsets[experts]) return;
   const int slot = slot_of_row[row];
   if (slot < 0) return;
-  int low = 0, high = experts;  // the last expert whose first row is not past `row`, empty ones skipped
+  int low = 0,
+      high = experts;  // the last expert whose first row is not past `row`, empty ones skipped
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (offsets[middle] <= row) {

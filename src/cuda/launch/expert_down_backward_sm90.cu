@@ -17,18 +17,19 @@ Status make_rows(const MatrixStack& stack, const char* name, RowMatrix* rows) {
 
 // dA' = dy * down^T: down [E, I, H] is K-major as it lies.
 template <ActivationKind kActivation>
-Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows,
-                      float* row_sums, Stream stream) {
+Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows, float* row_sums,
+                      Stream stream) {
   using Tile = ExpertDownBackwardSm90Tile;
   using Epilogue = DswigluEpilogue<kActivation>;
   using Kernel = GroupedGemmSm90<Tile, Major::kK, Epilogue>;
   const int64_t m = rows.dims[0], model = rows.dims[1];
   const int64_t experts = args.down.dims[0], width = args.down.dims[1];
   typename Kernel::Params params = {};
-  Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, model), kChunk, "dy", &params.lhs);
+  Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, model), kChunk, "dy",
+                                    &params.lhs);
   if (status.ok()) {
     status = encode_tensor_map(dense_stack(args.down.data, DType::kBF16, experts, width, model),
-                                kChunk, "down", &params.rhs[0]);
+                               kChunk, "down", &params.rhs[0]);
   }
   params.rhs[1] = params.rhs[0];
   const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
@@ -37,7 +38,8 @@ Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows,
   if (status.ok()) status = make_rows(h, "h", &params.epilogue.h);
   if (status.ok()) status = make_rows(dh, "dh", &params.epilogue.dh);
   if (status.ok()) {
-    status = make_rows(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &params.epilogue.pa);
+    status =
+        make_rows(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &params.epilogue.pa);
   }
   if (!status.ok()) return status;
   params.epilogue.row_sums = row_sums;

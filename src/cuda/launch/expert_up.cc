@@ -18,8 +18,8 @@ Status expert_up(const ExpertUpArgs& args, Tensor workspace, Stream stream) {
     return Status(StatusCode::kUnimplemented,
                   "expert_up: H = 0 with a bias has no CUDA kernel; leave the biases out");
   }
-  DROPLESS_RETURN_IF_ERROR(
-      check_workspace("expert_up", workspace, expert_up_workspace_bytes(args), kWorkspaceAlignment));
+  DROPLESS_RETURN_IF_ERROR(check_workspace("expert_up", workspace, expert_up_workspace_bytes(args),
+                                           kWorkspaceAlignment));
   PermuteArgs permutation;
   permutation.x = args.x;
   permutation.slot_of_row = args.slot_of_row;

@@ -4,7 +4,8 @@
 namespace dropless::cuda {
 namespace {
 
-// dx_rows = dh_gate * gate^T + dh_up * up^T: one product whose contraction runs over both planes of dh.
+// dx_rows = dh_gate * gate^T + dh_up * up^T: one product whose contraction runs over both planes of
+// dh.
 template <class Tile>
 Status launch_tile(const ExpertUpBackwardArgs& args, Stream stream) {
   using Kernel = GroupedGemmSm90<Tile, Major::kK, StoreEpilogue<__nv_bfloat16>>;
@@ -44,7 +45,8 @@ Status launch_expert_up_backward_sm90(const ExpertUpBackwardArgs& args, int tile
     static constexpr Launch kLaunches[] = {
         &launch_tile<std::tuple_element_t<kIndex, GroupedGemmSm90Tiles>>...};
     return kLaunches[tile](args, stream);
-  }(std::make_index_sequence<std::tuple_size_v<GroupedGemmSm90Tiles>>());
+  }
+  (std::make_index_sequence<std::tuple_size_v<GroupedGemmSm90Tiles>>());
 }
 
 }  // namespace dropless::cuda

@@ -23,7 +23,8 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream 
                                kChunk, i == 0 ? "gate" : "up", &params.rhs[i]);
   }
   if (status.ok()) {
-    status = make_result(dense_stack(args.a.data, DType::kBF16, 1, m, width), "a", &params.epilogue.a);
+    status =
+        make_result(dense_stack(args.a.data, DType::kBF16, 1, m, width), "a", &params.epilogue.a);
   }
   if (status.ok() && args.h.given()) {
     const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
@@ -38,8 +39,8 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream 
   params.cols = static_cast<int>(width);
   params.blocks = static_cast<int>(ceil_div(rows.dims[1], kChunk));
   params.planes = 1;
-  const int64_t most_items = (ceil_div(m, Tile::kRows) + std::min(experts, m)) *
-                             ceil_div(width, Kernel::kTileCols);
+  const int64_t most_items =
+      (ceil_div(m, Tile::kRows) + std::min(experts, m)) * ceil_div(width, Kernel::kTileCols);
   return launch_persistent(&grouped_gemm_sm90_kernel<Tile, kMajor, Epilogue>, params,
                            Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items, stream);
 }

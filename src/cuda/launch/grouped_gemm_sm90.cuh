@@ -18,8 +18,8 @@ Status launch_grouped_gemm_tile(const GroupedGemmArgs& args, Stream stream) {
                                     kChunk, "lhs", &params.lhs);
   if (!status.ok()) return status;
   status = encode_tensor_map(
-      dense_stack(args.rhs.data, DType::kBF16, experts, args.rhs.dims[1], args.rhs.dims[2]),
-      kChunk, "rhs", &params.rhs[0]);
+      dense_stack(args.rhs.data, DType::kBF16, experts, args.rhs.dims[1], args.rhs.dims[2]), kChunk,
+      "rhs", &params.rhs[0]);
   if (!status.ok()) return status;
   params.rhs[1] = params.rhs[0];
   status = make_result(dense_stack(args.out.data, args.out.dtype, 1, rows, cols), "out",
@@ -47,7 +47,8 @@ Status launch_grouped_gemm_all(const GroupedGemmArgs& args, int tile, Stream str
         &launch_grouped_gemm_tile<std::tuple_element_t<kIndex, GroupedGemmSm90Tiles>, kRhsMajor,
                                   Out>...};
     return kLaunches[tile](args, stream);
-  }(std::make_index_sequence<std::tuple_size_v<GroupedGemmSm90Tiles>>());
+  }
+  (std::make_index_sequence<std::tuple_size_v<GroupedGemmSm90Tiles>>());
 }
 
 extern template Status launch_grouped_gemm_all<Major::kMn, __nv_bfloat16>(const GroupedGemmArgs&,

@@ -6,10 +6,12 @@
 
 namespace dropless::cuda {
 
-using GroupedGemmSm90Tiles = std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 2, false>>;
+using GroupedGemmSm90Tiles =
+    std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 2, false>>;
 
-// Which of them: the first one hides its stores, which are much of a short contraction's time; the second one reads
-// least per product, which a long contraction lives on. docs/gpu_gemm.md has the measurements.
+// Which of them: the first one hides its stores, which are much of a short contraction's time; the
+// second one reads least per product, which a long contraction lives on. docs/gpu_gemm.md has the
+// measurements.
 constexpr int grouped_gemm_sm90_tile(int64_t contraction, int64_t cols) {
   constexpr int64_t kLong = 3072;
   // Columns computed, of which some may not exist; a few percent more are worth it, not more.

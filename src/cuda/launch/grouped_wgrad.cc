@@ -23,8 +23,8 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     const bool left = args.gather == Gather::kLhs;
     const ConstTensor from = left ? args.x : args.dy;
     const int64_t width = left ? from.dims[1] : from.dims[1] * from.dims[2];
-    DROPLESS_RETURN_IF_ERROR(check_workspace("grouped_wgrad", workspace, rows * width * 2,
-                                             kWorkspaceAlignment));
+    DROPLESS_RETURN_IF_ERROR(
+        check_workspace("grouped_wgrad", workspace, rows * width * 2, kWorkspaceAlignment));
     PermuteArgs permutation;
     permutation.x = bf16_matrix(from.data, from.dims[0], width);
     permutation.slot_of_row = args.slot_of_row;

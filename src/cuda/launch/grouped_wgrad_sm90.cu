@@ -2,7 +2,8 @@
 
 namespace dropless::cuda {
 
-template Status launch_grouped_wgrad_all<__nv_bfloat16, false>(const GroupedWgradArgs&, int, Stream);
+template Status launch_grouped_wgrad_all<__nv_bfloat16, false>(const GroupedWgradArgs&, int,
+                                                               Stream);
 template Status launch_grouped_wgrad_all<__nv_bfloat16, true>(const GroupedWgradArgs&, int, Stream);
 
 Status launch_grouped_wgrad_sm90(const GroupedWgradArgs& args, int tile, Stream stream) {

@@ -14,16 +14,16 @@ Status launch_grouped_wgrad_tile(const GroupedWgradArgs& args, Stream stream) {
   const int64_t planes = args.dy.dims[1], cols = args.dy.dims[2];
   const int64_t experts = args.dw[0].dims[0];
   GroupedWgradParams params = {};
-  Status status = encode_tensor_map(dense_stack(args.x.data, DType::kBF16, 1, depth, rows),
-                                    kChunk, "x", &params.x);
+  Status status = encode_tensor_map(dense_stack(args.x.data, DType::kBF16, 1, depth, rows), kChunk,
+                                    "x", &params.x);
   if (!status.ok()) return status;
-  const MatrixStack dy = {args.dy.data,        DType::kBF16, cols, depth, planes, planes * cols * 2,
-                          cols * 2};
+  const MatrixStack dy = {args.dy.data, DType::kBF16,      cols,    depth,
+                          planes,       planes * cols * 2, cols * 2};
   status = encode_tensor_map(dy, kChunk, "dy", &params.dy);
   for (int plane = 0; plane < planes && status.ok(); ++plane) {
-    status = make_result(
-        dense_stack(args.dw[plane].data, args.dw[plane].dtype, experts, rows, cols), "dw",
-        &params.dw[plane]);
+    status =
+        make_result(dense_stack(args.dw[plane].data, args.dw[plane].dtype, experts, rows, cols),
+                    "dw", &params.dw[plane]);
   }
   if (!status.ok()) return status;
   params.offsets = args.offsets.as<int32_t>();
@@ -32,9 +32,9 @@ Status launch_grouped_wgrad_tile(const GroupedWgradArgs& args, Stream stream) {
   params.rows = static_cast<int>(rows);
   params.cols = static_cast<int>(cols);
   params.planes = static_cast<int>(planes);
-  const int64_t items = experts * item_count(static_cast<int>(ceil_div(rows, Tile::kRows)),
-                                             static_cast<int>(planes * ceil_div(cols, Tile::kCols)),
-                                             Tile::kCluster);
+  const int64_t items =
+      experts * item_count(static_cast<int>(ceil_div(rows, Tile::kRows)),
+                           static_cast<int>(planes * ceil_div(cols, Tile::kCols)), Tile::kCluster);
   return launch_persistent(&grouped_wgrad_sm90_kernel<Tile, Out, kAccumulate>, params,
                            Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, items, stream);
 }
@@ -48,11 +48,14 @@ Status launch_grouped_wgrad_all(const GroupedWgradArgs& args, int tile, Stream s
         &launch_grouped_wgrad_tile<std::tuple_element_t<kIndex, GroupedWgradSm90Tiles>, Out,
                                    kAccumulate>...};
     return kLaunches[tile](args, stream);
-  }(std::make_index_sequence<std::tuple_size_v<GroupedWgradSm90Tiles>>());
+  }
+  (std::make_index_sequence<std::tuple_size_v<GroupedWgradSm90Tiles>>());
 }
 
-extern template Status launch_grouped_wgrad_all<__nv_bfloat16, false>(const GroupedWgradArgs&, int, Stream);
-extern template Status launch_grouped_wgrad_all<__nv_bfloat16, true>(const GroupedWgradArgs&, int, Stream);
+extern template Status launch_grouped_wgrad_all<__nv_bfloat16, false>(const GroupedWgradArgs&, int,
+                                                                      Stream);
+extern template Status launch_grouped_wgrad_all<__nv_bfloat16, true>(const GroupedWgradArgs&, int,
+                                                                     Stream);
 extern template Status launch_grouped_wgrad_all<float, false>(const GroupedWgradArgs&, int, Stream);
 extern template Status launch_grouped_wgrad_all<float, true>(const GroupedWgradArgs&, int, Stream);
 

@@ -6,9 +6,11 @@
 
 namespace dropless::cuda {
 
-using GroupedWgradSm90Tiles = std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 1, false>>;
+using GroupedWgradSm90Tiles =
+    std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 1, false>>;
 
-// Which of them: the first measured faster or as fast on every shape whose columns it wastes no more of.
+// Which of them: the first measured faster or as fast on every shape whose columns it wastes no
+// more of.
 constexpr int grouped_wgrad_sm90_tile(int64_t cols) {
   const int64_t narrow = ceil_div(cols, 192) * 192, wide = ceil_div(cols, 256) * 256;
   return 100 * narrow > 110 * wide ? 1 : 0;

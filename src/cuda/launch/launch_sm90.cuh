@@ -26,7 +26,8 @@ inline Status make_result(const MatrixStack& stack, const char* name, ResultMatr
   return encode_tensor_map(stack, kChunk, name, &result->map);
 }
 
-// One block a multiprocessor, fewer if there cannot be as many work items, in clusters of `cluster`.
+// One block a multiprocessor, fewer if there cannot be as many work items, in clusters of
+// `cluster`.
 template <class Params>
 Status launch_persistent(void (*kernel)(Params), const Params& params, int cluster, int threads,
                          int shared_bytes, int64_t most_items, cudaStream_t stream) {

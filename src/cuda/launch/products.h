@@ -26,8 +26,9 @@ inline Status check_sm90_bf16(const char* op, DType dtype) {
   DROPLESS_RETURN_IF_ERROR(current_device(&device));
   if (device->compute_capability != 90) {
     return Status(StatusCode::kUnimplemented,
-                  std::string(op) + ": the kernels at hand are for compute capability 9.0, but this"
-                                    " GPU has " +
+                  std::string(op) +
+                      ": the kernels at hand are for compute capability 9.0, but this"
+                      " GPU has " +
                       std::to_string(device->compute_capability / 10) + "." +
                       std::to_string(device->compute_capability % 10));
   }

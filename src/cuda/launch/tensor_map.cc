@@ -60,7 +60,8 @@ Status check_tma(const MatrixStack& stack, const char* name) {
   return Status();
 }
 
-Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name, CUtensorMap* map) {
+Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name,
+                         CUtensorMap* map) {
   if (Status status = check_tma(stack, name); !status.ok()) return status;
   if (encoder() == nullptr) {
     return Status(StatusCode::kInternal,
@@ -74,12 +75,13 @@ Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* nam
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size_of(stack.dtype)),
                              static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result = encoder()(
-      map, map_type(stack.dtype), 3, const_cast<void*>(stack.data), sizes, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder()(map, map_type(stack.dtype), 3, const_cast<void*>(stack.data), sizes, strides, box,
+                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
-  return Status(StatusCode::kInternal, std::string(name) + ": cuTensorMapEncodeTiled failed with code " +
+  return Status(StatusCode::kInternal, std::string(name) +
+                                           ": cuTensorMapEncodeTiled failed with code " +
                                            std::to_string(static_cast<int>(result)));
 }
 

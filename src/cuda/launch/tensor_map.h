@@ -24,12 +24,13 @@ struct MatrixStack {
 // The dense stack [planes, rows, cols].
 MatrixStack dense_stack(const void* data, DType dtype, int64_t planes, int64_t rows, int64_t cols);
 
-// Why the copy engine cannot address the stack, or ok: bases and strides must be multiples of 16 bytes.
-// `name` is the argument the message speaks of.
+// Why the copy engine cannot address the stack, or ok: bases and strides must be multiples of 16
+// bytes. `name` is the argument the message speaks of.
 Status check_tma(const MatrixStack& stack, const char* name);
 
-// A map with axes (column, row, plane) and a box of 128 bytes x box_rows x 1, swizzled by 128 bytes;
-// what lies outside the stack reads as 0 and is not written.
-Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name, CUtensorMap* map);
+// A map with axes (column, row, plane) and a box of 128 bytes x box_rows x 1, swizzled by 128
+// bytes; what lies outside the stack reads as 0 and is not written.
+Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name,
+                         CUtensorMap* map);
 
 }  // namespace dropless::cuda

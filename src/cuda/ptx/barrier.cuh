@@ -1,5 +1,5 @@
-// Barriers and fences, one instruction a wrapper: mbarriers in shared memory, named barriers, the cluster
-// barrier, and register reallocation between warpgroups (sm_90a).
+// Barriers and fences, one instruction a wrapper: mbarriers in shared memory, named barriers, the
+// cluster barrier, and register reallocation between warpgroups (sm_90a).
 #pragma once
 
 #include <cstdint>
@@ -21,27 +21,28 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
-// Arrives at the barrier at the same shared-memory offset in block `rank` of the cluster. The scope is the default
-// one: with .release.cluster the compiler puts a full memory barrier before every arrival, which costs a
-// microsecond and orders nothing that matters here (what is handed over was read by wgmma, which has finished).
+// Arrives at the barrier at the same shared-memory offset in block `rank` of the cluster. The scope
+// is the default one: with .release.cluster the compiler puts a full memory barrier before every
+// arrival, which costs a microsecond and orders nothing that matters here (what is handed over was
+// read by wgmma, which has finished).
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(
-          shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 // Waits until the phase of the given parity is over.
@@ -66,7 +67,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Orders this thread's ordinary shared-memory writes before later reads by the copy engine or wgmma.
+// Orders this thread's ordinary shared-memory writes before later reads by the copy engine or
+// wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

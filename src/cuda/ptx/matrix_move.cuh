@@ -5,14 +5,14 @@
 
 namespace dropless::cuda::ptx {
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and register i
-// of lane l holds row l / 4, columns 2(l % 4) + {0, 1} of matrix i.
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and
+// register i of lane l holds row l / 4, columns 2(l % 4) + {0, 1} of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, uint32_t r0, uint32_t r1,
                                             uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   smem_address),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
 }
 
 __device__ __forceinline__ void store_shared_v2(uint32_t smem_address, float a, float b) {
@@ -33,7 +33,8 @@ __device__ __forceinline__ float4 load_shared_16(uint32_t smem_address) {
 }
 
 // 16 bytes from device to shared memory, asynchronously; zeros if not `present`.
-__device__ __forceinline__ void copy_async_16(uint32_t smem_address, const void* from, bool present) {
+__device__ __forceinline__ void copy_async_16(uint32_t smem_address, const void* from,
+                                              bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(from),
                "r"(present ? 16 : 0)
                : "memory");

@@ -1,5 +1,5 @@
-// The bulk tensor copy engine (TMA), one instruction a wrapper. Every tensor map of this library has three
-// axes, innermost first: coordinates are (column, row, plane).
+// The bulk tensor copy engine (TMA), one instruction a wrapper. Every tensor map of this library
+// has three axes, innermost first: coordinates are (column, row, plane).
 #pragma once
 
 #include <cuda.h>
@@ -38,18 +38,18 @@ __device__ __forceinline__ void tma_load_multicast(void* smem, const CUtensorMap
 
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int column,
                                           int row, int plane) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-                   "l"(map),
-               "r"(shared_address(smem)), "r"(column), "r"(row), "r"(plane)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(shared_address(smem)), "r"(column), "r"(row), "r"(plane)
+      : "memory");
 }
 
 // Adds the box to global memory, element by element.
 __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* smem, int column,
                                         int row, int plane) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-          "l"(map),
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(map),
       "r"(shared_address(smem)), "r"(column), "r"(row), "r"(plane)
       : "memory");
 }

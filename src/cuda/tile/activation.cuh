@@ -7,11 +7,13 @@
 
 namespace dropless::cuda {
 
-__device__ __forceinline__ float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+__device__ __forceinline__ float round_bf16(float x) {
+  return __bfloat162float(__float2bfloat16_rn(x));
+}
 
-// 2^x and 1/x in hardware, subnormals as 0: two units in the last place each, far below bf16's rounding. For x below
-// -88 the power is infinite and the result 0. The library's forms of both spend instructions on ranges that do not
-// occur here, and a tile has 128  * 128 of them.
+// 2^x and 1/x in hardware, subnormals as 0: two units in the last place each, far below bf16's
+// rounding. For x below -88 the power is infinite and the result 0. The library's forms of both
+// spend instructions on ranges that do not occur here, and a tile has 128  * 128 of them.
 __device__ __forceinline__ float sigmoid(float x) {
   constexpr float kMinusLog2E = -1.44269504f;
   float power, result;

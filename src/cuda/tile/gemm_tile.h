@@ -1,4 +1,5 @@
-// Tile shapes of the sm_90a products and the order in which tiles are visited. Host and device code.
+// Tile shapes of the sm_90a products and the order in which tiles are visited. Host and device
+// code.
 #pragma once
 
 #include <tuple>
@@ -11,8 +12,8 @@
 
 namespace dropless::cuda {
 
-// bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA box. Also the
-// contraction depth of a pipeline stage.
+// bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA
+// box. Also the contraction depth of a pipeline stage.
 inline constexpr int kChunk = 64;
 // 64 rows of it.
 inline constexpr int kChunkBytes = kChunk * kChunk * 2;
@@ -22,8 +23,9 @@ template <int rows,       // BLK_M: 64 or 128
           int cols,       // BLK_N: a width that ptx::wgmma has
           int stages,     // depth of the load pipeline, (BLK_M + BLK_N) * 128 bytes a stage
           int cluster,    // blocks that share loads by multicast: 1 or 2
-          bool pingpong>  // false: two warpgroups split a tile's rows; true: they take tiles in turn
-struct GemmTile {
+          bool pingpong>  // false: two warpgroups split a tile's rows; true: they take tiles in
+                          // turn
+                          struct GemmTile {
   static constexpr int kRows = rows;
   static constexpr int kCols = cols;
   static constexpr int kStages = stages;
@@ -32,18 +34,18 @@ struct GemmTile {
   static constexpr int kStageBytes = (rows + cols) * kChunk * 2;
 };
 
-// Tile rows are visited in panels of about this many rows, so that the blocks of one wave (132 on an H200)
-// cover a roughly square patch: 16 tiles of 128 rows x 8 of 256 columns.
+// Tile rows are visited in panels of about this many rows, so that the blocks of one wave (132 on
+// an H200) cover a roughly square patch: 16 tiles of 128 rows x 8 of 256 columns.
 inline constexpr int kPanelRows = 2048;
 
 struct TilePosition {
-  int row;          // in tiles
-  int col;          // in tiles; may be one past the last column tile, then the block only helps its peer
-  bool shares_rows; // the cluster's blocks have the same rows and different columns
+  int row;  // in tiles
+  int col;  // in tiles; may be one past the last column tile, then the block only helps its peer
+  bool shares_rows;  // the cluster's blocks have the same rows and different columns
 };
 
-// Work items of a matrix of row_tiles x col_tiles tiles. A cluster of two takes two tiles an item: two rows
-// of one column, or, in the last row of an odd number, two columns of that row.
+// Work items of a matrix of row_tiles x col_tiles tiles. A cluster of two takes two tiles an item:
+// two rows of one column, or, in the last row of an odd number, two columns of that row.
 DROPLESS_HOST_DEVICE constexpr int item_count(int row_tiles, int col_tiles, int cluster) {
   if (cluster == 1) return row_tiles * col_tiles;
   return row_tiles / 2 * col_tiles + row_tiles % 2 * ((col_tiles + 1) / 2);

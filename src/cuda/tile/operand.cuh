@@ -36,7 +36,8 @@ struct PipelineState {
   }
 };
 
-// A stage of an operand of n rows (K-major) or columns (MN-major) is n / 64 chunks of 8 KiB, swizzled by 128 bytes:
+// A stage of an operand of n rows (K-major) or columns (MN-major) is n / 64 chunks of 8 KiB,
+// swizzled by 128 bytes:
 //   K-major:  64 rows of 64 contraction elements;
 //   MN-major: 64 contraction steps of 64 columns.
 // Larger boxes would need fewer copies, and measured slower.
@@ -44,15 +45,15 @@ template <Major kMajor>
 struct OperandLayout {
   // Eight rows of 128 bytes make one swizzle atom.
   __device__ static __forceinline__ uint64_t descriptor(const uint8_t* chunk) {
-    return ptx::matrix_descriptor(ptx::shared_address(chunk), kMajor == Major::kK ? 16 : kChunkBytes,
-                                  1024);
+    return ptx::matrix_descriptor(ptx::shared_address(chunk),
+                                  kMajor == Major::kK ? 16 : kChunkBytes, 1024);
   }
   // From one step of 16 contraction elements to the next, in a descriptor's units of 16 bytes.
   static constexpr int kStep = kMajor == Major::kK ? 2 : 128;
 };
 
-// Loads kChunks chunks whose first row (column) is `mn` and whose first contraction element is `k`. In a cluster, if
-// `shared`, this block loads its half of them for both blocks.
+// Loads kChunks chunks whose first row (column) is `mn` and whose first contraction element is `k`.
+// In a cluster, if `shared`, this block loads its half of them for both blocks.
 template <Major kMajor, int kChunks, int kCluster>
 __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* map,
                                             uint64_t* barrier, int mn, int k, int plane,
@@ -122,9 +123,10 @@ struct Stages {
     }
   }
 
-  // Consumer: multiplies `blocks` stages into kRowTiles blocks of 64 rows, starting at 64-row chunk `chunk`.
-  // With one product in flight, a stage is released while the next one is being multiplied. Calls
-  // prepare(block, stage) before a block's product and issued(block) after issuing it.
+  // Consumer: multiplies `blocks` stages into kRowTiles blocks of 64 rows, starting at 64-row chunk
+  // `chunk`. With one product in flight, a stage is released while the next one is being
+  // multiplied. Calls prepare(block, stage) before a block's product and issued(block) after
+  // issuing it.
   template <int kRowTiles, int kRegisters, class Prepare, class Issued>
   __device__ __forceinline__ void multiply(float (&acc)[kRowTiles][kRegisters], State& state,
                                            int blocks, int chunk, int thread, Prepare prepare,
@@ -159,8 +161,9 @@ struct Stages {
     release(previous, thread);
   }
 
-  // Consumer, MN-major operands: zeroes the contraction steps from `first` on of this warpgroup's kRowTiles
-  // chunks of lhs and of all of rhs. (Two warpgroups may both write the same zeros to rhs.)
+  // Consumer, MN-major operands: zeroes the contraction steps from `first` on of this warpgroup's
+  // kRowTiles chunks of lhs and of all of rhs. (Two warpgroups may both write the same zeros to
+  // rhs.)
   template <int kRowTiles>
   __device__ __forceinline__ void zero_tail(int stage, int first, int chunk, int thread,
                                             int barrier) const {
@@ -171,8 +174,8 @@ struct Stages {
     ptx::named_barrier_sync(barrier, kWarpgroup);
   }
 
-  // Consumer: waits for its n-th turn. Without turns a warpgroup would look at a stage several rounds ahead,
-  // where a barrier's parity no longer tells rounds apart.
+  // Consumer: waits for its n-th turn. Without turns a warpgroup would look at a stage several
+  // rounds ahead, where a barrier's parity no longer tells rounds apart.
   __device__ __forceinline__ void await_turn(int warpgroup, int n) const {
     ptx::mbarrier_wait(turn + warpgroup, (n + 1 - warpgroup) & 1);
   }
@@ -181,8 +184,8 @@ struct Stages {
     if (thread == 0) ptx::mbarrier_arrive(turn + (1 - warpgroup));
   }
 
-  // Consumer: passes over stages that hold nothing for it. One thread looks at them; the others wait for it, for a
-  // thread that came late could find a barrier two phases on and wait for ever.
+  // Consumer: passes over stages that hold nothing for it. One thread looks at them; the others
+  // wait for it, for a thread that came late could find a barrier two phases on and wait for ever.
   __device__ __forceinline__ void drain(State& state, int blocks, int warpgroup, int thread) const {
     if (thread < 32) {
       State ahead = state;

@@ -1,5 +1,6 @@
-// Results of a tile on their way out: accumulator fragments -> swizzled shared memory -> device memory, by TMA
-// where a whole 64-row block belongs to the group and by predicated 16-byte stores where it does not.
+// Results of a tile on their way out: accumulator fragments -> swizzled shared memory -> device
+// memory, by TMA where a whole 64-row block belongs to the group and by predicated 16-byte stores
+// where it does not.
 #pragma once
 
 #include <cuda.h>
@@ -14,8 +15,8 @@
 
 namespace dropless::cuda {
 
-// [planes, rows, cols], rows row_bytes apart and planes plane_bytes apart. The map's box is 64 rows of 128
-// bytes, swizzled by 128.
+// [planes, rows, cols], rows row_bytes apart and planes plane_bytes apart. The map's box is 64 rows
+// of 128 bytes, swizzled by 128.
 struct alignas(128) ResultMatrix {
   CUtensorMap map;
   uint8_t* data;
@@ -34,7 +35,9 @@ class ResultStaging {
   static constexpr int kBytes = 2 * kChunkBytes;
 
   __device__ ResultStaging(uint8_t* buffers /* kBytes, 1024-byte aligned */, int warpgroup)
-      : buffers_(buffers), thread_(threadIdx.x % kWarpgroup), barrier_(kWarpgroupBarrier + warpgroup) {}
+      : buffers_(buffers),
+        thread_(threadIdx.x % kWarpgroup),
+        barrier_(kWarpgroupBarrier + warpgroup) {}
 
   __device__ __forceinline__ int thread() const { return thread_; }
 
@@ -72,9 +75,11 @@ class ResultStaging {
     }
   }
 
-  // Sends the buffer to columns col.., rows row.. of which the first `rows` exist, and turns to the other.
+  // Sends the buffer to columns col.., rows row.. of which the first `rows` exist, and turns to the
+  // other.
   template <class Out, bool kAdd = false>
-  __device__ __forceinline__ void send(const ResultMatrix& to, int col, int row, int plane, int rows) {
+  __device__ __forceinline__ void send(const ResultMatrix& to, int col, int row, int plane,
+                                       int rows) {
     ptx::fence_proxy_async();
     // The other buffer's store must have left it before anybody writes there, after this barrier.
     if (thread_ == 0) ptx::tma_store_wait_read<0>();

@@ -10,13 +10,14 @@ namespace dropless::cuda {
 struct RowTile {
   int expert;
   int row;   // first row, in [0, M)
-  int rows;  // rows of it that belong to the expert, in [1, BLK_M]; 0 if the block only helps its peer
+  int rows;  // rows of it that belong to the expert, in [1, BLK_M]; 0 if the block only helps its
+             // peer
   int col;   // first column
   bool shares_rows;
 };
 
-// Tiles over ragged groups of rows. All 32 lanes of a warp hold one window of 32 experts and must call
-// together; items must be asked for in increasing order.
+// Tiles over ragged groups of rows. All 32 lanes of a warp hold one window of 32 experts and must
+// call together; items must be asked for in increasing order.
 template <class Tile>
 class RowTileScheduler {
  public:
@@ -92,8 +93,8 @@ struct WeightTile {
   bool present;  // false if the block only helps its peer
 };
 
-// Tiles over the weights of every expert: [E] of `planes` matrices [rows, cols] whose column tiles are laid
-// side by side.
+// Tiles over the weights of every expert: [E] of `planes` matrices [rows, cols] whose column tiles
+// are laid side by side.
 template <class Tile>
 class WeightTileScheduler {
  public:
