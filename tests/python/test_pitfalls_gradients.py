@@ -173,7 +173,10 @@ def fp8_wgrad(x, dy, offsets):
     operands = [x, dy[:, None, :], None, offsets, None, None]
     results = [(shape, jnp.float32), None]
     attributes = {"gather": 0, "experts_per_token": 1, "fp8": 1, "scale_rounding": 0}
-    return np.asarray(call("grouped_wgrad", results, operands, **attributes)[0])
+    workspace = (0, 0, x.dtype.itemsize)
+    return np.asarray(
+        call("grouped_wgrad", results, operands, workspace=workspace, **attributes)[0]
+    )
 
 
 def test_i7_an_outlier_costs_its_own_block_of_128_tokens_and_column():
