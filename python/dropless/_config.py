@@ -24,8 +24,8 @@ _DENSE_WIDTH = 8 / 3
 # Widths are rounded up to a multiple of this, half of the 128 columns that one scale covers.
 _WIDTH_MULTIPLE = 64
 
-# Hopper is the first NVIDIA GPU on which the FP8 recipe exists.
-_FP8_CAPABILITY = 9.0
+# Hopper's compute capabilities: its FP8 kernels (sm_90a) run on no other generation.
+_FP8_CAPABILITIES = (9.0, 10.0)  # from the first up to, not including, the second
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -201,7 +201,8 @@ def _log_once(text: str) -> None:
 
 def _has_fp8(device: jax.Device) -> bool:
     try:
-        return float(device.compute_capability) >= _FP8_CAPABILITY
+        first, beyond = _FP8_CAPABILITIES
+        return first <= float(device.compute_capability) < beyond
     except (AttributeError, TypeError, ValueError):
         return False
 
@@ -223,7 +224,7 @@ def resolve_precision(cfg: MoEConfig, x_dtype: Any, device: jax.Device) -> str:
         return cfg.precision
     capability = getattr(device, "compute_capability", "unknown")
     problem = (
-        f'precision="fp8" needs an NVIDIA GPU of compute capability {_FP8_CAPABILITY} or more '
+        f'precision="fp8" needs an NVIDIA Hopper GPU, compute capability {_FP8_CAPABILITIES[0]} '
         f"(or a CPU, where it is emulated); got {device.device_kind} of capability {capability}"
     )
     if cfg.fallback is None or cfg.strict:

@@ -103,6 +103,9 @@ def test_m5_fp8_on_a_gpu_without_it_is_an_error_or_a_warned_fallback():
     with pytest.raises(ValueError, match="A100"):
         resolve_precision(dataclasses.replace(fallback, strict=True), jnp.float32, gpu("8.0"))
     assert resolve_precision(cfg, jnp.float32, gpu("9.0")) == "fp8"
+    for newer in ("10.0", "12.0"):  # sm_90a runs there no more than on Ampere
+        with pytest.raises(ValueError, match=f"needs an NVIDIA Hopper GPU.*capability {newer}"):
+            resolve_precision(cfg, jnp.float32, gpu(newer))
 
 
 def test_auto_on_a_gpu_is_bfloat16():
