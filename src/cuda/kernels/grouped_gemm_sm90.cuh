@@ -25,8 +25,7 @@ struct alignas(128) GroupedGemmParams {
   const int32_t* offsets;  // [E+1]
   int experts;
   int rows;    // M
-  int cols;    // columns that the tiles cover; of one of the pair's matrices if it stands side by
-               // side
+  int cols;    // N; of one matrix if gate and up stand side by side
   int blocks;  // contraction blocks of 64 in one plane
   int planes;  // 1, or 2: the contraction runs over both planes of lhs, each with its own rhs
 };

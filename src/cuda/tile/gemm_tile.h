@@ -23,9 +23,8 @@ template <int rows,       // BLK_M: 64 or 128
           int cols,       // BLK_N: a width that ptx::wgmma has
           int stages,     // depth of the load pipeline, (BLK_M + BLK_N) * 128 bytes a stage
           int cluster,    // blocks that share loads by multicast: 1 or 2
-          bool pingpong>  // false: two warpgroups split a tile's rows; true: they take tiles in
-                          // turn
-                          struct GemmTile {
+          bool pingpong>  // two warpgroups take tiles in turn, or (false) split each tile's rows
+struct GemmTile {
   static constexpr int kRows = rows;
   static constexpr int kCols = cols;
   static constexpr int kStages = stages;
