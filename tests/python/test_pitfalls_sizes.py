@@ -139,6 +139,21 @@ def fp8_product(sizes, depth, columns, seed=0):
     return np.asarray(out, np.float64), want, expert
 
 
+@pytest.mark.parametrize(("depth", "columns"), [(2880, 1416), (1408, 2880)])
+def test_a7_d2_widths_of_public_models(depth, columns):
+    # gpt-oss has 2880, DeepSeek-V2-Lite 1408: neither is a multiple of 256, nor 1416 of 16.
+    out, want, _ = fp8_product([5, 0, 33], depth, columns)
+    oracle.assert_close("fp8", out, want, oracle.bound("f32", depth, 4))
+    rng = np.random.default_rng(1)
+    lhs = jnp.asarray(rng.standard_normal((38, depth)), jnp.bfloat16)
+    rhs = jnp.asarray(rng.standard_normal((3, depth, columns)), jnp.bfloat16)
+    sizes = jnp.array([5, 0, 33])
+    out = dropless.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
+    left, right = (np.asarray(a, np.float64) for a in (lhs, rhs))
+    want = np.concatenate([left[:5] @ right[0], left[5:] @ right[2]])
+    oracle.assert_close("bf16", out, want, oracle.bound("f32", depth, 1))
+
+
 def test_a12_every_group_of_64_rows_is_computed():
     out, want, expert = fp8_product([64] * 4, 256, 96)
     for e in range(4):
@@ -210,7 +225,28 @@ def test_b6_empty_experts_never_hang():
     assert done.wait(timeout=60), "forward and backward did not end within 60 s"
 
 
+@pytest.mark.parametrize("skew", ["one_has_the_rest", "zipf"])
+def test_b9_nearly_all_rows_to_one_of_128_experts(skew):
+    zipf = np.maximum(1, 3000 * np.arange(1, 129) ** -1.5 / 2.6).astype(int)
+    check_groups({"one_has_the_rest": [1] * 127 + [1500], "zipf": zipf}[skew], 20, 8, "f32")
+
+
 # --- D: padding and alignment --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [2, 12])
+def test_d1_weight_gradients_of_groups_that_start_anywhere(groups):
+    # Every start differs modulo 8, 16, 64, 128 and 256; the error of each group is its own.
+    sizes = [257 + 19 * g for g in range(groups)]
+    starts = np.cumsum([0, *sizes[:-1]])
+    assert len({int(s) % 256 for s in starts}) == groups
+    rng = np.random.default_rng(groups)
+    x, dy = (jnp.asarray(rng.standard_normal((sum(sizes), n)), jnp.bfloat16) for n in (40, 24))
+    got = dropless.grouped_wgrad(x, dy, jnp.array(sizes), preferred_element_type=jnp.float32)
+    left, right = (np.asarray(a, np.float64) for a in (x, dy))
+    for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        want = left[start : start + size].T @ right[start : start + size]
+        oracle.assert_close(f"group {g}", got[g], want, oracle.bound("f32", size, 1))
 
 
 @pytest.mark.parametrize("groups", [1, 3, 5, 7])
