@@ -1,4 +1,4 @@
-// Errors are values: no function of the public API throws or exits.
+// Errors are values: no function of the public API exits, or throws anything but std::bad_alloc.
 #pragma once
 
 #include <string>
