@@ -48,7 +48,7 @@ class ExpertDownBackward final : public RowGemm {
   void finish(Executor& executor) const {
     constexpr int64_t kRows = 256;  // a block of rows is worth an item
     const int64_t rows = args_.h.dims[0];
-    std::memset(args_.d_weights.as<float>(), 0, args_.d_weights.bytes());
+    std::fill_n(args_.d_weights.as<float>(), args_.d_weights.size(), 0.0f);
     for (const GemmGroup& group : groups) {
       parallel_items(executor, ceil_div(group.m, kRows), [&](int64_t item) {
         std::vector<float> dy(args_.down_bias.given() ? args_.dy.dims[1] : 0);

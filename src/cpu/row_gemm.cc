@@ -169,7 +169,7 @@ void clear_rows_outside(const ConstTensor& offsets, const Tensor& out) {
   const int64_t rows = out.dims[0];
   const int64_t bytes = row_elements(out) * size_of(out.dtype);
   const RowRange used = rows_of_all_experts(offsets.as<int32_t>(), offsets.dims[0] - 1, rows);
-  if (bytes == 0) return;
+  if (rows == 0 || bytes == 0) return;  // then data may be null, which memset may not get
   std::memset(out.as<char>(), 0, used.begin * bytes);
   std::memset(out.as<char>() + used.end * bytes, 0, (rows - used.end) * bytes);
 }
