@@ -7,6 +7,7 @@ of the same FLOPs: six GEMMs alone, and a dense SwiGLU FFN's forward and backwar
 """
 
 import argparse
+import itertools
 import shlex
 import sys
 
@@ -139,7 +140,11 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="*", default=["f32", "bf16"])
     parser.add_argument("--param-dtype", default="same", choices=("same", "float32", "bfloat16"))
     parser.add_argument("--routing", nargs="*", default=["uniform"], choices=("uniform", "zipf"))
-    parser.add_argument("--no-ragged-dot", action="store_true")
+    parser.add_argument(
+        "--ragged-dot",
+        nargs="*",
+        help="shapes to time the ragged_dot layer on; all by default, none if empty",
+    )
     parser.add_argument("--prepared", action="store_true", help="also time experts prepared once")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0, help="per shape and precision")
@@ -147,30 +152,24 @@ def main() -> None:
     args = parser.parse_args()
 
     table = shapes.CPU if args.device == "cpu" else shapes.GPU
+    environment = harness.environment(shlex.join(["python", "bench/bench_layer.py", *sys.argv[1:]]))
     rows = []
-    for name in args.shapes or table:
-        for precision in args.precisions:
-            for routing in args.routing:
-                same = args.param_dtype == "same"
-                dtype = DTYPES[precision] if same else jnp.dtype(args.param_dtype)
-                calls = variants(
-                    table[name],
-                    precision,
-                    dtype,
-                    routing == "zipf",
-                    not args.no_ragged_dot,
-                    args.prepared,
-                )
-                times = harness.interleave(
-                    calls, rounds=args.rounds, seconds=args.seconds, warmup=1
-                )
-                params = str(jnp.dtype(dtype))
-                rows.append(row(table[name], precision, times, routing=routing, params=params))
-                show(rows[-1:])
+    for name, precision, routing in itertools.product(
+        args.shapes or table, args.precisions, args.routing
+    ):
+        dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
+        ragged_dot = name in table if args.ragged_dot is None else name in args.ragged_dot
+        calls = variants(
+            table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared
+        )
+        times = harness.interleave(calls, rounds=args.rounds, seconds=args.seconds, warmup=1)
+        rows.append(
+            row(table[name], precision, times, routing=routing, params=str(jnp.dtype(dtype)))
+        )
+        show(rows[-1:])
+        if args.out:  # after every row: what was measured is kept if a later shape fails
+            harness.write(args.out, {"environment": environment, "layer": rows})
     show(rows)
-    if args.out:
-        command = shlex.join(["python", *sys.argv])
-        harness.write(args.out, {"environment": harness.environment(command), "layer": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the README's results table from the committed result files.
 
-    python bench/report.py          rewrite the table in README.md
-    python bench/report.py --check  exit 1 if README.md does not hold it
+python bench/report.py          rewrite the table in README.md
+python bench/report.py --check  exit 1 if README.md does not hold it
 """
 
 import argparse
@@ -26,8 +26,10 @@ def layer_table(path: Path) -> str:
     """The layer benchmark of one file as Markdown."""
     data = json.loads(path.read_text())
     lines = [
-        (f"Layer, forward and backward with every gradient; {machine(data['environment'])} "
-        f"([{path.name}](bench/results/{path.name})):"),
+        (
+            f"Layer, forward and backward with every gradient; {machine(data['environment'])} "
+            f"([{path.name}](bench/results/{path.name})):"
+        ),
         "",
         "| shape | operands | ms | TFLOP/s "
         "| dense FFN of the same FLOPs, ms | `ragged_dot` layer, ms |",

@@ -1,0 +1,143 @@
+"""The whole bf16 layer on a GPU: against the float64 oracle, bit-repeatable, and under transforms.
+
+The tests are skipped without a GPU. The oracle runs on the CPU of the same process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dropless
+
+sys.path.append(str(Path(__file__).parent.parent / "python"))
+import oracle
+
+try:
+    GPU = jax.devices("gpu")[0]
+except RuntimeError:
+    GPU = None
+pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+
+COEFFICIENTS = (0.03, 0.02, 0.05)
+
+# Widths are multiples of 8 elements, which TMA addresses; one side each of the tiles of 64 to 256.
+CASES = {
+    "mixtral": ({"num_experts": 8, "experts_per_token": 2, "expert_dim": 136}, {}, (197, 264)),
+    "many_small_experts": (
+        {"num_experts": 60, "experts_per_token": 7, "expert_dim": 72},
+        {},
+        (131, 200),
+    ),
+    "no_renormalize": (
+        {"num_experts": 17, "experts_per_token": 3, "expert_dim": 264},
+        {"renormalize": False},
+        (515, 136),
+    ),
+    "sigmoid": (
+        {"num_experts": 24, "experts_per_token": 6, "expert_dim": 40, "activation": "gelu_tanh"},
+        {"score": "sigmoid", "renormalize_eps": 1e-20, "scale": 2.5, "selection_bias": True},
+        (259, 72),
+    ),
+    "biases": (
+        {
+            "num_experts": 12,
+            "experts_per_token": 4,
+            "expert_dim": 88,
+            "activation": "gelu",
+            "expert_bias": True,
+        },
+        {"score_before_topk": False, "bias": True},
+        (301, 120),
+    ),
+    "one_expert": ({"num_experts": 1, "experts_per_token": 1, "expert_dim": 128}, {}, (130, 64)),
+}
+
+
+def gradients(cfg):
+    def scalar(x, params, dy):
+        outputs = dropless.moe(x, params, cfg)
+        return oracle.objective(outputs, dy, COEFFICIENTS), outputs
+
+    return jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
+
+
+def case(name, param_dtype):
+    options, router, shape = CASES[name]
+    cfg = dropless.MoEConfig(
+        **options, router=dropless.RouterConfig(**router), precision="bf16", strict=True
+    )
+    with jax.default_device(jax.devices("cpu")[0]):
+        x, params, dy = oracle.layer_case(cfg, shape, jnp.bfloat16, param_dtype)
+    return cfg, x, params, dy
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_layer_matches_float64(name, param_dtype):
+    cfg, x, params, dy = case(name, param_dtype)
+    with jax.default_device(jax.devices("cpu")[0]):
+        (y_want, aux_want), (dx_want, dparams_want) = oracle.value_and_gradients(
+            cfg, x, params, None, dy, COEFFICIENTS
+        )
+    (_, (y, aux)), (dx, dparams) = gradients(cfg)(*jax.device_put((x, params, dy), GPU))
+    # Roundings on the longest path to y: x, two weights, h, A, down, O; and twice as many back.
+    forward = oracle.bound("bf16", x.shape[0], 7)
+    backward = oracle.bound("bf16", x.shape[0], 14)
+    np.testing.assert_array_equal(aux.expert_counts, aux_want["expert_counts"])
+    assert int(aux.dropped_tokens) == 0
+    oracle.assert_close("y", y, y_want, forward)
+    oracle.assert_close("dx", dx, dx_want, backward)
+    wanted = dict(oracle.leaves(dparams_want))
+    for path, gradient in oracle.leaves(dparams):
+        oracle.assert_close(path, gradient, wanted[path], backward, groups=gradient.ndim == 3)
+
+
+def test_g2_the_same_bits_every_time():
+    cfg, x, params, dy = case("many_small_experts", jnp.float32)
+    step = gradients(cfg)
+    arguments = jax.device_put((x, params, dy), GPU)
+    first = jax.tree.map(np.asarray, step(*arguments))
+    for _ in range(100):
+        for a, b in zip(jax.tree.leaves(step(*arguments)), jax.tree.leaves(first), strict=True):
+            assert np.asarray(a).tobytes() == b.tobytes()
+
+
+def test_scan_over_layers_is_the_unrolled_loop():
+    cfg, x, params, _ = case("mixtral", jnp.bfloat16)
+    x, params = jax.device_put((x, params), GPU)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 0.5, leaf * -0.25]), params)
+
+    def body(x, layer):
+        return x + dropless.moe(x, layer, cfg)[0], None
+
+    scanned = jax.jit(lambda x: jax.lax.scan(body, x, stacked)[0])(x)
+    for i in range(3):
+        x, _ = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+    # Fusions around the layer may round differently: one bfloat16 step of the sum.
+    oracle.assert_close("scan", scanned, x, oracle.bound("bf16", 1, 3))
+
+
+def test_an_idle_expert_has_no_gradient():
+    _cfg, x, params, dy = case("mixtral", jnp.float32)
+    kernel = np.array(params["router"]["kernel"])
+    kernel[:, 3] = 0
+    params["router"]["kernel"] = jnp.asarray(kernel)
+    params["experts"] = dict(params["experts"])
+    cfg_bias = dropless.MoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        expert_dim=136,
+        router=dropless.RouterConfig(bias=True),
+        precision="bf16",
+    )
+    params["router"]["bias"] = jnp.zeros(8).at[3].set(-1e4)
+    _, (_, dparams) = gradients(cfg_bias)(*jax.device_put((x, params, dy), GPU))
+    for gradient in dparams["experts"].values():
+        assert not np.asarray(gradient)[3].any()
+        assert np.asarray(gradient)[2].any()
