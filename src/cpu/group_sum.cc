@@ -51,6 +51,7 @@ Status group_sum(const GroupSumArgs& args, Executor& executor) {
     }
   });
 
+  const ScopedIeeeFloats ieee;  // as in the pieces: the caller's thread may flush subnormals
   float* out = args.out.as<float>();
   std::fill_n(out, num_experts * width, 0.0f);
   for (size_t i = 0; i < pieces.size(); ++i) {

@@ -254,6 +254,7 @@ Status route(const RouteArgs& args, Executor& executor) {
     route_tokens(args, begin, end, partials[static_cast<size_t>(begin / chunk)]);
   });
 
+  const ScopedIeeeFloats ieee;  // as in the pieces: the caller's thread may flush subnormals
   for (int64_t e = 0; e < num_experts; ++e) {
     double sum = 0;
     for (const Partial& p : partials) sum += p.prob_sum[static_cast<size_t>(e)];
@@ -279,6 +280,7 @@ Status route_backward(const RouteBackwardArgs& args, Executor& executor) {
   if (const Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t num_experts = args.logits.dims[1];
+  const ScopedIeeeFloats ieee;  // the caller's thread may take subnormals for zero
   const bool statistics = any_nonzero(args.d_prob_sum) || any_nonzero(args.d_sums);
   for_chunks(executor, tokens, tokens_per_chunk(tokens), [&](int64_t begin, int64_t end) {
     Scratch scratch(num_experts);
