@@ -152,7 +152,8 @@ def main() -> None:
     args = parser.parse_args()
 
     table = shapes.CPU if args.device == "cpu" else shapes.GPU
-    environment = harness.environment(shlex.join(["python", "bench/bench_layer.py", *sys.argv[1:]]))
+    said = [a for a in sys.argv[1:] if a not in ("--out", args.out)]
+    environment = harness.environment(shlex.join(["python", "bench/bench_layer.py", *said]))
     rows = []
     for name, precision, routing in itertools.product(
         args.shapes or table, args.precisions, args.routing

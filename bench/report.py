@@ -15,7 +15,10 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 def machine(environment: dict) -> str:
     """One line that says where the figures come from."""
-    device = environment["gpu"] or f"{environment['cpu']}, {environment['cpus']} cores"
+    device = f"{environment['cpu']}, {environment['cpus']} cores"
+    if environment["gpu"]:
+        name, driver = environment["gpu"].split(", ")[:2]
+        device = f"{name}, driver {driver}"
     features = environment.get("cpu_features") or []
     if not environment["gpu"] and "amx_bf16" in features:
         device += " with AMX"
@@ -33,7 +36,7 @@ def layer_table(path: Path) -> str:
         "",
         "| shape | operands | ms | TFLOP/s "
         "| dense FFN of the same FLOPs, ms | `ragged_dot` layer, ms |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in data["layer"]:
         times = row["times"]
@@ -44,6 +47,7 @@ def layer_table(path: Path) -> str:
             f"{times['dropless']['median_ms']:.1f}",
             f"{row['tflops']:.3g}",
             f"{times['dense_ffn']['median_ms']:.1f}",
+            f"{times['six_gemms']['median_ms']:.1f}",
             "-" if ragged is None else f"{ragged['median_ms']:.0f}",
         )
         lines.append("| " + " | ".join(cells) + " |")
