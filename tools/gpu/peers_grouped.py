@@ -1,4 +1,4 @@
-"""Times torch's dense and grouped bf16 products on the harness's shapes: the same-run ceiling and peer."""
+"""Times torch's dense and grouped bf16 products: the ceiling and the peer of the same run."""
 
 import json
 import random
