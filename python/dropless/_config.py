@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _log = logging.getLogger("dropless")
 
@@ -24,6 +25,9 @@ _DENSE_WIDTH = 8 / 3
 # Widths are rounded up to a multiple of this, half of the 128 columns that one scale covers.
 _WIDTH_MULTIPLE = 64
 
+# Real settings travel to the kernels as float32.
+_FLOAT32 = np.finfo(np.float32)
+
 # Hopper's compute capabilities: its FP8 kernels (sm_90a) run on no other generation.
 _FP8_CAPABILITIES = (9.0, 10.0)  # from the first up to, not including, the second
 
@@ -34,16 +38,17 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
 
-def _integer(name: str, value: Any, minimum: int) -> None:
+def check_integer(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an int >= {minimum}; got {value!r}.")
 
 
 def _real(name: str, value: Any, *, positive: bool) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
+    least = float(_FLOAT32.tiny) if positive else 0.0
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value <= float(_FLOAT32.max):
         kind = "> 0" if positive else ">= 0"
-        raise ValueError(f"{name} must be a finite number {kind}; got {value!r}.")
+        raise ValueError(f"{name} must be a finite number {kind} in float32; got {value!r}.")
 
 
 def _flag(name: str, value: Any) -> None:
@@ -132,15 +137,15 @@ class MoEConfig:
     num_sms: int | None = None
 
     def __post_init__(self):
-        _integer("num_experts", self.num_experts, 1)
-        _integer("experts_per_token", self.experts_per_token, 1)
+        check_integer("num_experts", self.num_experts, 1)
+        check_integer("experts_per_token", self.experts_per_token, 1)
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token must be at most num_experts; got experts_per_token="
                 f"{self.experts_per_token} and num_experts={self.num_experts}."
             )
         if self.expert_dim is not None:
-            _integer("expert_dim", self.expert_dim, 1)
+            check_integer("expert_dim", self.expert_dim, 1)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a dropless.RouterConfig; got {self.router!r}.")
         _one_of("activation", self.activation, ACTIVATIONS)
@@ -154,7 +159,7 @@ class MoEConfig:
         _one_of("fallback", self.fallback, (None, "bf16"))
         _flag("strict", self.strict)
         if self.num_sms is not None:
-            _integer("num_sms", self.num_sms, 1)
+            check_integer("num_sms", self.num_sms, 1)
 
     def resolved_expert_dim(self, model_dim: int) -> int:
         """I for a model of width H: ``expert_dim``, or ceil(8/3 * H / K / 64) * 64."""
@@ -168,7 +173,13 @@ class MoEConfig:
         if self.overflow == "rounds":
             return 0
         rows = self.expert_capacity_factor * tokens * self.experts_per_token / self.num_experts
-        return max(1, math.ceil(rows))
+        # A token chooses an expert once, so T assignments are all there can be.
+        return max(1, math.ceil(min(rows, tokens)))
+
+
+def check_config(cfg: Any) -> None:
+    if not isinstance(cfg, MoEConfig):
+        raise TypeError(f"cfg must be a dropless.MoEConfig; got {type(cfg).__name__}.")
 
 
 def device_in_use(x: Any, mesh: Any = None) -> jax.Device:

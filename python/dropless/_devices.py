@@ -64,9 +64,14 @@ def device_of(device: str | jax.Device | NamedDevice) -> jax.Device | NamedDevic
 
     Raises:
       ValueError: a name that fits no device of the table, or several.
+      TypeError: neither a name nor a device.
     """
-    if not isinstance(device, str):
+    if isinstance(device, jax.Device | NamedDevice):
         return device
+    if not isinstance(device, str):
+        raise TypeError(
+            f'device must be a jax.Device, "cpu", or the name of a GPU; got {device!r}.'
+        )
     if device.lower() == "cpu":
         return NamedDevice("cpu", "cpu")
     wanted = device.lower()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dropless import _library
-from dropless._config import MoEConfig, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec
 from dropless._params import check_float_dtype
@@ -150,6 +150,7 @@ def explain(
         that has none, exactly as the layer itself would refuse it.
       TypeError: a dtype that the layer does not take.
     """
+    check_config(cfg)
     for name, value in (("tokens", tokens), ("model_dim", model_dim)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an int >= 1; got {value!r}.")

@@ -32,5 +32,5 @@ def layer_config(
 
 
 def check_dropout(rate: float) -> None:
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"dropout: expected a rate in [0, 1], got {rate}")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 <= rate <= 1.0:
+        raise ValueError(f"dropout: expected a rate in [0, 1], got {rate!r}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless import _router_gemm, _routing
-from dropless._config import MoEConfig, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._experts import Spec, experts
 from dropless._params import (
     Params,
@@ -21,7 +21,7 @@ from dropless._params import (
     check_prepared,
 )
 from dropless._routing import Routing
-from dropless._sharding import sharded, token_sharding
+from dropless._sharding import axis_names, sharded, token_sharding
 
 
 @jax.tree_util.register_dataclass
@@ -110,8 +110,7 @@ def _aux(routing: Routing, axes: tuple[str, ...]) -> MoEAux:
 
 
 def _check_input(x: Any, mask: Any, cfg: Any) -> None:
-    if not isinstance(cfg, MoEConfig):
-        raise TypeError(f"cfg must be a dropless.MoEConfig; got {type(cfg).__name__}.")
+    check_config(cfg)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must have shape [..., H] with H >= 1; got {x.shape}.")
     check_float_dtype("x", x.dtype)
@@ -121,8 +120,7 @@ def _check_input(x: Any, mask: Any, cfg: Any) -> None:
         raise ValueError(
             f"mask must have x's shape without the last axis, {x.shape[:-1]}; got {mask.shape}."
         )
-    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
-        raise TypeError(f"mask must be bool or integer, false at padding; got {mask.dtype.name}.")
+    _routing.check_mask_dtype(mask)
 
 
 def moe(
@@ -178,10 +176,10 @@ def moe(
     if prepared is not None:
         check_prepared(prepared, params, cfg, precision)
     spec = Spec.of(cfg, precision)
+    axes = axis_names("axis_name", axis_name)
     sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
     if x.size == 0:
         return jnp.zeros_like(x), MoEAux.zeros(cfg.num_experts)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     axes += sharding.axes if sharding is not None else ()
 
     def on_device(x, mask, replicated):

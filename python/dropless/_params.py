@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dropless._call import call
-from dropless._config import MoEConfig, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 
 # Leaves that are state: no gradient and no optimiser changes them.
 STATE_NAMES = frozenset({"selection_bias"})
@@ -22,14 +22,18 @@ Params = Mapping[str, Mapping[str, jax.Array]]
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name} must be float32 or bfloat16; got {dtype!r}.") from None
     if dtype == jnp.float16:
         raise TypeError(
             f"{name} must be float32 or bfloat16; got float16, whose range is too small for "
             f"training. Use bfloat16."
         )
     if dtype not in PARAM_DTYPES:
-        raise TypeError(f"{name} must be float32 or bfloat16; got {jnp.dtype(dtype).name}.")
+        came = "None" if dtype is None else dtype.name
+        raise TypeError(f"{name} must be float32 or bfloat16; got {came}.")
 
 
 def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -71,12 +75,21 @@ def init(
     """
     if isinstance(model_dim, bool) or not isinstance(model_dim, int) or model_dim < 1:
         raise ValueError(f"model_dim must be an int >= 1; got {model_dim!r}.")
+    check_config(cfg)
     check_float_dtype("param_dtype", param_dtype)
-    kernel_init = kernel_init or jax.nn.initializers.lecun_normal()
+    kernel_init = jax.nn.initializers.lecun_normal() if kernel_init is None else kernel_init
+    if not callable(kernel_init):
+        raise TypeError(f"kernel_init must be a function or None; got {kernel_init!r}.")
 
     def matrices(matrix_key, shape):
         def one(expert_key):
-            return kernel_init(expert_key, shape[-2:], param_dtype)
+            matrix = jnp.asarray(kernel_init(expert_key, shape[-2:], param_dtype))
+            if matrix.shape != shape[-2:] or matrix.dtype != param_dtype:
+                raise ValueError(
+                    f"kernel_init(key, {shape[-2:]}, {jnp.dtype(param_dtype).name}) must return "
+                    f"that shape and dtype; got {matrix.dtype.name}{list(matrix.shape)}."
+                )
+            return matrix
 
         return one(matrix_key) if len(shape) == 2 else jax.vmap(one)(split(matrix_key, shape[0]))
 
@@ -104,6 +117,11 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
         raise TypeError(
             f"params must be a dict as dropless.init makes it; got {type(params).__name__}."
         )
+    for group in ("router", "experts"):
+        if not isinstance(params.get(group, {}), Mapping):
+            raise TypeError(
+                f'params["{group}"] must be a dict of arrays; got {type(params[group]).__name__}.'
+            )
     gate = params.get("experts", {}).get("gate")
     shapes = param_shapes(model_dim, cfg)
     if cfg.expert_dim is None and gate is not None and jnp.ndim(gate) == 3:
@@ -122,6 +140,10 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
             if name not in params.get(group, {}):
                 raise ValueError(f"{label} is missing; expected an array of shape {shape}.")
             leaf = params[group][name]
+            if not hasattr(leaf, "dtype"):
+                raise TypeError(
+                    f"{label} must be an array of shape {shape}; got {type(leaf).__name__}."
+                )
             if jnp.shape(leaf) != shape:
                 raise ValueError(
                     f"{label} must have shape {shape} (H = {model_dim}, E = {cfg.num_experts}, "
@@ -191,17 +213,28 @@ class PreparedExperts:
 def prepare_weight(w: jax.Array, precision: str, scale_rounding: str) -> PreparedWeight:
     """One stack [E, in, out] in a resolved precision."""
     if precision != "fp8":
-        return PreparedWeight(w.astype(jnp.float32 if precision == "f32" else jnp.bfloat16))
-    e, rows, columns = w.shape
-    blocks = (-(-rows // 128), -(-columns // 128))
-    f8, f32 = jnp.float8_e4m3fn, jnp.float32
-    results = [
-        ((e, rows, columns), f8), ((e, columns, rows), f8), ((e, *blocks), f32), ((e,
-        *blocks[::-1]), f32)
-    ]  # fmt: skip
+        return PreparedWeight(w.astype(_prepared_arrays(w.shape, precision)["q"][1]))
+    results = list(_prepared_arrays(w.shape, precision).values())
     return PreparedWeight(
         *call("quantize_weight", results, [w], scale_rounding=scale_rounding == "pow2")
     )
+
+
+def _prepared_arrays(
+    shape: tuple[int, int, int], precision: str
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of the arrays of a ``PreparedWeight``, of weights [E, in, out]."""
+    if precision != "fp8":
+        return {"q": (shape, jnp.float32 if precision == "f32" else jnp.bfloat16)}
+    e, rows, columns = shape
+    blocks = (-(-rows // 128), -(-columns // 128))
+    f8, f32 = jnp.float8_e4m3fn, jnp.float32
+    return {
+        "q": (shape, f8),
+        "q_t": ((e, columns, rows), f8),
+        "scale": ((e, *blocks), f32),
+        "scale_t": ((e, *blocks[::-1]), f32),
+    }
 
 
 def prepare(
@@ -225,7 +258,9 @@ def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
     Raises:
       ValueError, TypeError: ``params`` does not fit ``cfg``.
     """
-    kernel = params.get("router", {}).get("kernel") if isinstance(params, Mapping) else None
+    check_config(cfg)
+    router = params.get("router") if isinstance(params, Mapping) else None
+    kernel = router.get("kernel") if isinstance(router, Mapping) else None
     if getattr(kernel, "ndim", None) != 2:
         came = "nothing" if kernel is None else getattr(kernel, "shape", type(kernel).__name__)
         raise ValueError(f'params["router"]["kernel"] must be an array [H, E]; got {came}.')
@@ -255,9 +290,14 @@ def check_prepared(
             f'says "{cfg.scale_rounding}". Prepare again with this config.'
         )
     for name in MATRICES:
-        have, want = getattr(prepared, name).q.shape, params["experts"][name].shape
-        if have != want:
-            raise ValueError(
-                f'prepared.{name} must have the shape of params["experts"]["{name}"], {want}; '
-                f"got {have}."
-            )
+        weight, like = getattr(prepared, name), params["experts"][name].shape
+        for part, (shape, dtype) in _prepared_arrays(like, precision).items():
+            have = getattr(weight, part)
+            came = (getattr(have, "shape", None), getattr(have, "dtype", None))
+            if came != (shape, dtype):
+                raise ValueError(
+                    f"prepared.{name}.{part} must be {jnp.dtype(dtype).name}{list(shape)} for "
+                    f'params["experts"]["{name}"] of shape {like}; got '
+                    f"{type(have).__name__ if None in came else f'{came[1]}{list(came[0])}'}. "
+                    f"Prepare again."
+                )

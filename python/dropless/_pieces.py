@@ -78,7 +78,7 @@ def ragged_dot(
       precision: accepted for compatibility; float32 products are always full float32.
       preferred_element_type: dtype of the result, float32 or bfloat16; default: that of the
         operands.
-      group_offset: one integer, the group that ``rhs[0]`` belongs to.
+      group_offset: one integer, the group that ``rhs[0]`` belongs to; cut to what the sizes hold.
 
     Returns:
       [M, N].
@@ -95,12 +95,12 @@ def ragged_dot(
     check_float_dtype("lhs", lhs.dtype)
     check_float_dtype("rhs", rhs.dtype)
     operand = jnp.promote_types(lhs.dtype, rhs.dtype)
-    result = operand if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    result = operand if preferred_element_type is None else preferred_element_type
     check_float_dtype("preferred_element_type", result)
     group_offset = _check_group_offset(group_offset)
     offsets = _offsets_of(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
     lhs, rhs, offsets = unify_axes((lhs.astype(operand), rhs.astype(operand), offsets))
-    return _gemm((False, result), lhs, rhs, offsets)
+    return _gemm((False, jnp.dtype(result)), lhs, rhs, offsets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,13 +167,17 @@ def grouped_wgrad(
     check_float_dtype("x", x.dtype)
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have the dtype of x, {x.dtype.name}; got {dy.dtype.name}.")
+    into = None if into is None else jnp.asarray(into)
     offsets = _offsets_of(
         group_sizes, group_sizes.shape[0] if group_sizes.ndim else 0, x.shape[0], None
     )
     shape = (group_sizes.shape[0], x.shape[1], dy.shape[1])
-    dtype = preferred_element_type or (x.dtype if into is None else into.dtype)
+    if into is not None:
+        check_float_dtype("into", into.dtype)
+    default = x.dtype if into is None else into.dtype
+    dtype = default if preferred_element_type is None else preferred_element_type
     check_float_dtype("preferred_element_type", dtype)
-    if into is not None and (into.shape != shape or into.dtype != dtype):
+    if into is not None and (into.shape != shape or into.dtype != jnp.dtype(dtype)):
         raise ValueError(
             f"into must be {jnp.dtype(dtype).name}{list(shape)}; got {into.dtype.name}"
             f"{list(into.shape)}."
@@ -226,6 +230,8 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
     Returns:
       [M, H]: row r is ``x[slot_of_row[r] // K]``; rows without a slot are 0.
     """
+    _check_plan(plan)
+    x = jnp.asarray(x)
     _check_rows_argument("x", x, plan.row_of_slot.shape[0], "T")
     return _permute(*unify_axes((x, plan.slot_of_row, plan.row_of_slot)))
 
@@ -241,15 +247,26 @@ def unpermute(rows: jax.Array, plan: Plan, weights: jax.Array | None = None) -> 
     Returns:
       [T, H]: the sum over k, in order, of ``weights[t, k] * rows[row_of_slot[t, k]]``.
     """
+    _check_plan(plan)
+    rows = jnp.asarray(rows)
     _check_rows_argument("rows", rows, plan.row_of_slot.size, "M")
     if weights is None:
         return _gather_sum(*unify_axes((rows, plan.slot_of_row, plan.row_of_slot)))
+    weights = jnp.asarray(weights)
     if weights.shape != plan.row_of_slot.shape or weights.dtype != jnp.float32:
         raise ValueError(
             f"weights must be float32{list(plan.row_of_slot.shape)}; got {weights.dtype.name}"
             f"{list(weights.shape)}."
         )
     return _combine(*unify_axes((rows, weights, plan.slot_of_row, plan.row_of_slot)))
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan must be a dropless.Plan or Routing, as dropless.plan and dropless.route return "
+            f"them; got {type(plan).__name__}."
+        )
 
 
 def _check_rows_argument(name: str, array: jax.Array, count: int, letter: str) -> None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
-from dropless._config import SCORES, MoEConfig, RouterConfig
+from dropless._config import SCORES, MoEConfig, RouterConfig, check_config, check_integer
+from dropless._params import check_float_dtype
 
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
@@ -68,11 +69,21 @@ class Routing(Plan):
 
 
 def check_rows(tokens: int, experts_per_token: int) -> None:
+    if not isinstance(tokens, int):
+        raise ValueError(
+            f"the number of tokens must be known when the function is traced; got the symbolic "
+            f"dimension {tokens}. Export the layer once for each size."
+        )
     if tokens * experts_per_token > _MAX_ROWS:
         raise ValueError(
             f"tokens * experts_per_token must be below 2**31 on one device; got {tokens} * "
             f"{experts_per_token}. Split the batch, or shard it over more devices."
         )
+
+
+def check_mask_dtype(mask: jax.Array) -> None:
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise TypeError(f"mask must be bool or integer, false at padding; got {mask.dtype.name}.")
 
 
 def route(
@@ -98,13 +109,16 @@ def route(
     Raises:
       ValueError, TypeError: a shape or dtype is not what is listed above.
     """
+    check_config(cfg)
+    logits, mask, selection_bias = (
+        a if a is None else jnp.asarray(a) for a in (logits, mask, selection_bias)
+    )
     e, k = cfg.num_experts, cfg.experts_per_token
     if logits.ndim != 2 or logits.shape[1] != e:
         raise ValueError(
             f"logits must have shape [T, E] with E = num_experts = {e}; got {logits.shape}."
         )
-    if logits.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(f"logits must be float32 or bfloat16; got {logits.dtype.name}.")
+    check_float_dtype("logits", logits.dtype)
     if (selection_bias is not None) != cfg.router.selection_bias:
         raise ValueError(
             f"selection_bias must be given exactly if RouterConfig.selection_bias is True; got "
@@ -118,6 +132,7 @@ def route(
     if mask is not None:
         if mask.shape != (t,):
             raise ValueError(f"mask must have shape [T] = ({t},); got {mask.shape}.")
+        check_mask_dtype(mask)
         mask = (mask != 0).astype(jnp.uint8)
     if selection_bias is not None:
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
@@ -202,12 +217,11 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
     Returns:
       A ``Plan``.
     """
+    ids = jnp.asarray(ids)
     if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise ValueError(f"ids must be [T, K] int32; got {ids.dtype.name}{list(ids.shape)}.")
-    if num_experts < 1 or capacity < 0:
-        raise ValueError(
-            f"num_experts must be >= 1 and capacity >= 0; got {num_experts} and {capacity}."
-        )
+    check_integer("num_experts", num_experts, 1)
+    check_integer("capacity", capacity, 0)
     t, k = ids.shape
     check_rows(t, k)
     i32 = jnp.int32
@@ -217,6 +231,7 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
     results = [
         ((num_experts,), i32), ((num_experts + 1,), i32), ((t * k,), i32), ((t, k), i32),
     ]  # fmt: skip
+    capacity = min(capacity, ids.size)  # which fits the kernels' integer and changes nothing
     return Plan(*call("plan", results, [ids], workspace=(t, num_experts), capacity=capacity))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dropless._config import warn_once
 
@@ -41,11 +41,32 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+_NO_MESH = AbstractMesh((), ())
+
+
+def axis_names(argument: str, value: Any) -> tuple[str, ...]:
+    """One name, several or None as a tuple."""
+    names = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be a mesh axis's name or several; got {value!r}.")
+    return tuple(names)
+
+
 def _mesh_for(x: jax.Array, mesh: Any) -> Any:
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {type(mesh).__name__}."
+        )
     ambient = jax.sharding.get_abstract_mesh()
     if not ambient.empty:
         return ambient
-    return mesh if mesh is not None else jax.typeof(x).sharding.mesh
+    if mesh is not None:
+        return mesh
+    # An array that was taken off a mesh keeps the mesh in its type; where it lies tells.
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if is_concrete and not isinstance(x.sharding, NamedSharding):
+        return _NO_MESH
+    return jax.typeof(x).sharding.mesh
 
 
 def _check_axes(mesh: Any, given: bool, token_axes: Sequence[str], expert_axis: str | None) -> None:
@@ -77,7 +98,7 @@ def token_sharding(
     Under Explicit axes x's type says it, under Auto axes ``token_axes`` does, on x's first axis.
     """
     given = mesh is not None
-    token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
+    token_axes = axis_names("token_axes", token_axes)
     mesh = _mesh_for(x, mesh)
     _check_axes(mesh, given, token_axes, expert_axis)
     free = {

@@ -18,7 +18,7 @@ from jax import lax
 from dropless._config import MoEConfig
 from dropless._layer_options import check_dropout, layer_config
 from dropless._moe import MoEAux, moe
-from dropless._params import STATE_NAMES, init, prepare_experts
+from dropless._params import STATE_NAMES, check_float_dtype, init, prepare_experts
 
 __all__ = ["AuxState", "MoELayer", "RouterState"]
 
@@ -140,6 +140,7 @@ class MoELayer(nnx.Module):
     ):
         self.config = layer_config(config, num_experts, options)
         check_dropout(dropout)
+        check_float_dtype("param_dtype", param_dtype)
         if rngs is None:
             rngs = nnx.Rngs(next(_next_seed))
         elif not isinstance(rngs, nnx.Rngs):
@@ -190,6 +191,7 @@ class MoELayer(nnx.Module):
         """
         params = self._params_for(x)
         y, aux = moe(x, params, self.config, mask=mask, **kwargs)
+        self._keep(params)  # only now: a refused x must not decide the width
         y = self.dropout(y, deterministic=deterministic, rngs=rngs)
         if return_aux:
             return y, aux
@@ -236,12 +238,15 @@ class MoELayer(nnx.Module):
             raise ValueError(
                 f"x: expected [..., H] with H > 0 to take the model width from, got shape {shape}"
             )
-        params = self._init(_thaw_key(self.pending_key), shape[-1])
+        return self._init(_thaw_key(self.pending_key), shape[-1])
+
+    def _keep(self, params: Mapping[str, Any]) -> None:
+        if self.pending_key is None:
+            return
         # As for aux. The seed is kept if they cannot be stored: those stored later will be equal.
         with contextlib.suppress(flax.errors.TraceContextError):
             self._store(params)
             self.pending_key = None
-        return params
 
     def _init(self, key: jax.Array, model_dim: int) -> Mapping[str, Mapping[str, jax.Array]]:
         dtype, kernel_init = self.param_dtype, self.kernel_init

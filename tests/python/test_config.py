@@ -38,6 +38,7 @@ def test_configs_are_frozen_and_hash_by_value():
         ({"expert_bias": 1}, r"expert_bias must be True or False; got 1"),
         ({"precision": "fp16"}, r"precision must be one of .*; got 'fp16'"),
         ({"expert_capacity_factor": 0.0}, r"expert_capacity_factor must be a finite number > 0"),
+        ({"expert_capacity_factor": 1e300}, r"expert_capacity_factor .* in float32; got 1e\+300"),
         ({"expert_capacity_factor": float("nan")}, r"expert_capacity_factor must be .*; got nan"),
         ({"overflow": "wrap"}, r"overflow must be one of 'rounds', 'drop'; got 'wrap'"),
         ({"wgrad_precision": "f32"}, r"wgrad_precision must be one of 'bf16', 'fp8'"),
@@ -58,8 +59,10 @@ def test_n2_layer_options_are_checked(options, text):
     [
         ({"score": "tanh"}, r"RouterConfig.score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
         ({"renormalize": 0}, r"RouterConfig.renormalize must be True or False; got 0"),
-        ({"renormalize_eps": -1.0}, r"RouterConfig.renormalize_eps must be .* >= 0; got -1.0"),
-        ({"scale": 0}, r"RouterConfig.scale must be a finite number > 0; got 0"),
+        ({"renormalize_eps": -1.0}, r"RouterConfig.renormalize_eps must be .* >= 0 .*; got -1.0"),
+        ({"scale": 0}, r"RouterConfig.scale must be a finite number > 0 in float32; got 0"),
+        ({"scale": 1e-60}, r"RouterConfig.scale must be .* > 0 in float32; got 1e-60"),
+        ({"scale": 1e39}, r"RouterConfig.scale must be .* in float32; got 1e\+39"),
     ],
 )
 def test_n2_router_options_are_checked(options, text):
@@ -78,7 +81,7 @@ def test_default_width_costs_what_a_dense_network_costs(h, k, i):
     assert dropless.MoEConfig(8, k, 100).resolved_expert_dim(h) == 100
 
 
-@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 25), (1.25, 32), (0.001, 1)])
+@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 25), (1.25, 32), (0.001, 1), (1e30, 100)])
 def test_capacity_of_a_dropping_layer(factor, capacity):
     cfg = dropless.MoEConfig(8, 2, expert_capacity_factor=factor, overflow="drop")
     assert cfg.capacity(100) == capacity

@@ -186,11 +186,14 @@ def test_naming_a_device_initialises_no_backend():
         ((T, 2.5), ValueError, "model_dim.*2.5"),
         ((2**30, H), ValueError, "tokens.*2\\*\\*31"),
         ((T, H, "H2000"), ValueError, "device.*NVIDIA H200.*H2000"),
+        ((T, H, 3), TypeError, "device.*got 3"),
         ((T, H, "A100"), ValueError, "A100.*fits.*SXM4-40GB.*PCIe"),
     ],
 )
 def test_n2_bad_input_is_named(arguments, error, message):
     with pytest.raises(error, match=message):
         dropless.explain(CFG, *arguments)
+    with pytest.raises(TypeError, match="cfg must be a dropless.MoEConfig; got dict"):
+        dropless.explain({}, T, H)
     with pytest.raises(TypeError, match="float16.*bfloat16"):
         dropless.explain(CFG, T, H, "cpu", dtype=jnp.float16)

@@ -195,6 +195,27 @@ def test_settings_not_supported_are_refused():
         dropless.models.from_hf(config_of("mixtral", hidden_act="relu6"), fused_tensors())
 
 
+@pytest.mark.parametrize("value", ["8", -8, 0, 8.0, True])
+def test_n2_a_size_that_is_none_is_named(value):
+    with pytest.raises(ValueError, match=f"hidden_size to be an int >= 1, got {value!r}"):
+        dropless.models.from_hf(config_of("mixtral", hidden_size=value), fused_tensors())
+
+
+def test_n2_what_is_no_mapping_is_named():
+    config = config_of("mixtral")
+    cfg, params = dropless.models.from_hf(config, fused_tensors())
+    for call, name in (
+        (lambda: dropless.models.from_hf(None, fused_tensors()), "config"),
+        (lambda: dropless.models.from_hf(config, None), "tensors"),
+        (lambda: dropless.models.from_hf(config, {1: 2}), "tensors"),
+        (lambda: dropless.models.to_hf(None, params, config), "cfg"),
+        (lambda: dropless.models.to_hf(cfg, None, config), "params"),
+        (lambda: dropless.models.to_hf(cfg, {"router": None}, config), r"params\['router'\]"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected"):
+            call()
+
+
 def test_cfg_of_another_block_is_refused():
     config = config_of("olmoe")
     cfg, params = dropless.models.from_hf(config, fused_tensors())

@@ -105,6 +105,19 @@ def test_n2_bad_arguments_are_named():
         base(experts_per_token=9)
 
 
+@pytest.mark.parametrize("group", ["router", "experts"])
+@pytest.mark.parametrize("value", [None, [1, 2], np.ones(3)])
+def test_n2_a_group_of_parameters_that_is_no_dict_is_named(group, value):
+    cfg = dropless.MoEConfig(4, 2, 24)
+    x, params = jnp.ones((3, 40)), dropless.init(jax.random.key(0), 40, cfg)
+    with pytest.raises(TypeError, match=rf'"{group}"\] must be a dict.*{type(value).__name__}'):
+        dropless.moe(x, {**params, group: value}, cfg)
+    name = next(iter(params[group]))
+    listed = {**params[group], name: params[group][name].tolist()}
+    with pytest.raises(TypeError, match=rf'\["{name}"\] must be an array of shape.*got list'):
+        dropless.moe(x, {**params, group: listed}, cfg)
+
+
 def test_prepared_for_another_config_is_an_error():
     x, params, _ = oracle.layer_case(BASE, (6, 40))
     fp8 = dropless.prepare_experts(params, base(precision="fp8"))
@@ -119,7 +132,7 @@ def test_prepared_for_another_config_is_an_error():
     other = base(expert_dim=24, precision="fp8")
     _, wide, _ = oracle.layer_case(other, (6, 40))
     with pytest.raises(
-        ValueError, match=r"prepared.gate must have the shape.*\(7, 40, 24\); got \(7, 40, 23\)"
+        ValueError, match=r"prepared.gate.q must be .*\[7, 40, 24\].*got float8_e4m3fn\[7, 40, 23\]"
     ):
         dropless.moe(x, wide, other, prepared=fp8)
     y, _ = layer(x, params, BASE, prepared=fp8)  # precision="auto" takes what was prepared

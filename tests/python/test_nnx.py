@@ -213,11 +213,13 @@ def test_without_dropout_a_layer_holds_no_keys():
         ({"rngs": 3}, TypeError, "rngs.*nnx.Rngs"),
         ({"rngs": jax.random.key(0)}, TypeError, "rngs.*nnx.Rngs"),
         ({"dropout": 1.5}, ValueError, "dropout.*1.5"),
+        ({"dropout": "0.1"}, ValueError, "dropout.*'0.1'"),
         ({"experts_per_token": E + 1}, ValueError, f"experts_per_token.*{E + 1}"),
         ({"config": dropless.MoEConfig(num_experts=E)}, TypeError, "config.*num_experts"),
         ({"num_experts": None}, TypeError, "num_experts"),
         ({"model_dim": 0}, ValueError, "model_dim.*0"),
         ({"param_dtype": jnp.float16, "model_dim": H}, TypeError, "float16.*bfloat16"),
+        ({"param_dtype": jnp.float16}, TypeError, "param_dtype.*float16.*bfloat16"),
     ],
 )
 def test_n2_bad_options_are_named(options, error, message):
@@ -240,6 +242,14 @@ def test_n2_bad_inputs_are_named(x, error, message, model_dim):
     with pytest.raises(error, match=message):
         layer(x)
     layer(inputs())  # and the layer is as good as new
+
+
+@pytest.mark.parametrize("x", [np.zeros((B, H + 1), np.int32), jnp.zeros((B, H + 1), jnp.float16)])
+def test_n2_an_input_that_is_refused_does_not_decide_the_width(x):
+    layer = make()
+    with pytest.raises(TypeError, match="x must be float32 or bfloat16"):
+        layer(x)
+    assert layer(inputs()).shape == inputs().shape
 
 
 def test_n2_another_width_is_named():

@@ -65,11 +65,27 @@ def test_kernel_init_sees_one_matrix_at_a_time():
         (8.0, jnp.float32, ValueError, r"model_dim must be an int >= 1; got 8.0"),
         (8, jnp.float16, TypeError, r"param_dtype .* got float16.*Use bfloat16"),
         (8, jnp.int8, TypeError, r"param_dtype must be float32 or bfloat16; got int8"),
+        (8, None, TypeError, r"param_dtype must be float32 or bfloat16; got None"),
+        (8, "float", TypeError, r"param_dtype must be .*; got float64"),
+        (8, "f33", TypeError, r"param_dtype must be .*; got 'f33'"),
     ],
 )
 def test_n2_bad_arguments_of_init_are_named(model_dim, dtype, kind, text):
     with pytest.raises(kind, match=text):
         dropless.init(jax.random.key(0), model_dim, CONFIG, param_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel_init", "kind", "text"),
+    [
+        ("he", TypeError, r" must be a function or None; got 'he'"),
+        (lambda key, shape, dtype: jnp.ones(3, dtype), ValueError, r"got float32\[3\]"),
+        (lambda key, shape, dtype: jnp.ones(shape, jnp.float16), ValueError, r"got float16\[40, "),
+    ],
+)
+def test_n2_what_an_initialiser_returns_is_checked(kernel_init, kind, text):
+    with pytest.raises(kind, match=r"kernel_init.*" + text):
+        dropless.init(jax.random.key(0), 40, CONFIG, kernel_init=kernel_init)
 
 
 def test_h7_no_optimiser_touches_selection_bias():
@@ -218,3 +234,24 @@ def test_prepare_experts_checks_its_parameters():
     fewer = dataclasses.replace(CONFIG, num_experts=5)
     with pytest.raises(ValueError, match=r'"gate"\] must have shape \(5, 40, 136\)'):
         dropless.prepare_experts({**params, "router": small}, fewer)
+    with pytest.raises(ValueError, match=r'"kernel"\] must be an array \[H, E\]'):
+        dropless.prepare_experts({"router": [1]}, CONFIG)
+    with pytest.raises(TypeError, match="cfg must be a dropless.MoEConfig; got NoneType"):
+        dropless.prepare_experts(params, None)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "text"),
+    [
+        ("q_t", None, r"prepared.up.q_t must be float8_e4m3fn\[.*got NoneType"),
+        ("scale", jnp.ones((1, 1, 1)), r"prepared.up.scale must be float32.*float32\[1, 1, 1\]"),
+        ("q", jnp.ones((1, 1, 1)), r"prepared.up.q must be float8_e4m3fn"),
+    ],
+)
+def test_n2_damaged_prepared_experts_are_named(part, value, text):
+    cfg = dropless.MoEConfig(3, 2, 136, precision="fp8")
+    params = dropless.init(jax.random.key(0), 40, cfg)
+    ready = dropless.prepare_experts(params, cfg)
+    bad = dataclasses.replace(ready, up=dataclasses.replace(ready.up, **{part: value}))
+    with pytest.raises(ValueError, match=text):
+        dropless.moe(jnp.ones((4, 40)), params, cfg, prepared=bad)

@@ -327,3 +327,17 @@ def test_n2_bad_arguments_are_named():
     weights = jnp.zeros((13, 3), jnp.bfloat16)
     error(ValueError, r"weights must be float32\[13, 3\]; got bfloat16\[13, 3\]",
           dropless.unpermute, jnp.zeros((39, 4)), plan, weights)  # fmt: skip
+
+
+def test_n2_accumulator_and_plan_are_checked():
+    x, dy, sizes = jnp.ones((4, 3)), jnp.ones((4, 2)), jnp.array([1, 3])
+    into = np.full((2, 3, 2), 5.0, np.float32)
+    got = dropless.grouped_wgrad(x, dy, sizes, into=into.tolist())
+    np.testing.assert_array_equal(got, into + np.array([1.0, 3.0])[:, None, None])
+    with pytest.raises(TypeError, match=r"into must be float32 or bfloat16; got float16"):
+        dropless.grouped_wgrad(x, dy, sizes, into=into.astype(np.float16))
+    with pytest.raises(TypeError, match=r"preferred_element_type must be .*; got 'f33'"):
+        dropless.ragged_dot(x, jnp.ones((2, 3, 2)), sizes, preferred_element_type="f33")
+    for call in (dropless.permute, dropless.unpermute):
+        with pytest.raises(TypeError, match=r"plan must be a dropless.Plan.*got tuple"):
+            call(x, (1, 2))

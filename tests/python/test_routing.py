@@ -228,11 +228,43 @@ def test_n2_bad_arguments_are_named():
         dropless.route(logits, config(5, 2, selection_bias=True), selection_bias=jnp.zeros(4))
     with pytest.raises(ValueError, match=r"ids must be \[T, K\] int32; got int32\[3\]"):
         dropless.plan(jnp.zeros(3, jnp.int32), 4)
-    with pytest.raises(ValueError, match=r"num_experts must be >= 1"):
-        dropless.plan(jnp.zeros((3, 2), jnp.int32), 0)
+    for e in (0, 4.0, True, "4"):
+        with pytest.raises(ValueError, match=r"num_experts must be an int >= 1; got"):
+            dropless.plan(jnp.zeros((3, 2), jnp.int32), e)
+    with pytest.raises(ValueError, match=r"capacity must be an int >= 0; got 1.5"):
+        dropless.plan(jnp.zeros((3, 2), jnp.int32), 4, capacity=1.5)
+    with pytest.raises(TypeError, match=r"cfg must be a dropless.MoEConfig; got RouterConfig"):
+        dropless.route(logits, dropless.RouterConfig())
+    with pytest.raises(TypeError, match=r"mask must be bool or integer.*got float32"):
+        dropless.route(logits, cfg, mask=jnp.ones(4))
     too_many = jax.ShapeDtypeStruct((2**28, 5), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"below 2\*\*31 on one device; got 268435456 \* 8"):
         jax.eval_shape(
             lambda x: dropless.route(x, config(8, 8)),
             jax.ShapeDtypeStruct((2**28, 8), too_many.dtype),
         )
+
+
+def test_lists_are_arrays_too():
+    cfg = config(5, 2, selection_bias=True)
+    logits, bias, mask = [[0.1, 3, 2, 0, -1], [5, 4, 3, 2, 1]], [0.0, 0, 0, 9, 0], [True, False]
+    as_lists = dropless.route(logits, cfg, selection_bias=bias, mask=mask)
+    as_arrays = dropless.route(
+        jnp.array(logits), cfg, selection_bias=jnp.array(bias), mask=jnp.array(mask)
+    )
+    jax.tree.map(np.testing.assert_array_equal, as_lists, as_arrays)
+    assert as_lists.ids.tolist() == [[3, 1], [-1, -1]]
+    assert dropless.plan([[0, 3]], 4).row_of_slot.tolist() == [[0, 1]]
+
+
+def test_a_capacity_beyond_every_integer_type_is_no_limit():
+    ids = jnp.zeros((3, 2), jnp.int32)
+    unlimited = dropless.plan(ids, 4)
+    jax.tree.map(np.testing.assert_array_equal, dropless.plan(ids, 4, capacity=2**64), unlimited)
+
+
+def test_n2_a_symbolic_number_of_tokens_is_refused_in_words():
+    (t,) = jax.export.symbolic_shape("t")
+    logits = jax.ShapeDtypeStruct((t, 5), jnp.float32)
+    with pytest.raises(ValueError, match=r"number of tokens must be known.*symbolic dimension t"):
+        jax.export.export(jax.jit(lambda x: dropless.route(x, config(5, 2)).ids))(logits)

@@ -228,6 +228,16 @@ def test_l4_a_batch_that_does_not_divide_warns_or_is_an_error():
     same((y, aux), dropless.moe(x, params, CONFIG))
 
 
+def test_arrays_taken_off_a_mesh_run_on_their_own_device():
+    # Their types still speak of the mesh; with Explicit axes JAX's own functions refuse them.
+    x, params, _ = jax.device_put(placed(make_mesh("auto")), jax.devices()[1])
+    expected = dropless.moe(*case()[:2], CONFIG)
+    same(dropless.moe(x, params, CONFIG), expected)
+    # Under jit nothing but the type is known, so the mesh has to be said.
+    one = make_mesh("auto", (1, 1))
+    same(jax.jit(functools.partial(dropless.moe, cfg=CONFIG, mesh=one))(x, params), expected)
+
+
 def test_l4_axes_are_checked():
     mesh = make_mesh("auto", (2, 4), ("data", "expert"))
     x, params, _ = case()
@@ -241,6 +251,11 @@ def test_l4_axes_are_checked():
         dropless.moe(x, params, CONFIG, expert_axis="expert")
     with pytest.raises(ValueError, match=r"token_axes=\('batch',\) and a mesh with axes"):
         dropless.moe(x, params, CONFIG, mesh=mesh, token_axes="batch")
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh.*got str"):
+        dropless.moe(x, params, CONFIG, mesh="data")
+    for argument in ("token_axes", "axis_name"):
+        with pytest.raises(TypeError, match=f"{argument} must be a mesh axis's name.*got 3"):
+            dropless.moe(x, params, CONFIG, **{argument: 3})
     one = make_mesh("auto", (8, 1), ("data", "expert"))
     y, _ = dropless.moe(x, params, CONFIG, mesh=one, expert_axis="expert")
     oracle.assert_close("y", y, single_device()[0][0][0], LIMIT)

@@ -41,6 +41,7 @@ def from_hf(
     Raises:
       ValueError: a family that is not known, a setting that is missing or not supported, or
         tensors that are missing, left over, or not of the shape that the config says, listed.
+      TypeError: ``config`` or ``tensors`` is no mapping.
     """
     family = _family(config)
     cfg, dims = family.read_config(config)
@@ -73,6 +74,7 @@ def to_hf(
     Raises:
       ValueError: a family that is not known, a ``cfg`` that is not the one ``config`` describes, or
         parameters that are missing, left over, or of another shape, listed.
+      TypeError: ``cfg`` is no ``MoEConfig``, or ``params`` or ``config`` no mapping.
     """
     family = _family(config)
     expected, dims = family.read_config(config)
@@ -84,7 +86,8 @@ def to_hf(
 
 
 def _family(config: Mapping[str, Any]) -> _layouts.Family:
+    _layouts.check_mapping("config", config)
     name = config.get("model_type")
-    if name not in _FAMILIES:
+    if not isinstance(name, str) or name not in _FAMILIES:
         raise ValueError(f"config['model_type']: expected one of {list(families)}, got {name!r}")
     return _FAMILIES[name]

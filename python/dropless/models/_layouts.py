@@ -137,14 +137,14 @@ def softmax_config(
       renormalize: whether the k weights are divided by their sum.
     """
     dims = Dims(
-        model_dim=setting(config, "hidden_size"),
-        num_experts=setting(config, "num_experts", "num_local_experts"),
-        expert_dim=setting(config, expert_dim),
+        model_dim=size(config, "hidden_size"),
+        num_experts=size(config, "num_experts", "num_local_experts"),
+        expert_dim=size(config, expert_dim),
     )
     router = RouterConfig(score="softmax", score_before_topk=True, renormalize=renormalize)
     cfg = MoEConfig(
         num_experts=dims.num_experts,
-        experts_per_token=setting(config, "num_experts_per_tok"),
+        experts_per_token=size(config, "num_experts_per_tok"),
         expert_dim=dims.expert_dim,
         router=router,
         activation=activation(config),
@@ -154,6 +154,10 @@ def softmax_config(
 
 def layout_of(family: Family, tensors: Mapping[str, Any]) -> str:
     """The layout these tensors are in, by their names."""
+    check_mapping("tensors", tensors)
+    odd = [name for name in tensors if not isinstance(name, str)]
+    if odd:
+        raise TypeError(f"tensors: expected names, got {odd[0]!r}")
     per_expert = any(_PER_EXPERT_NAME.match(name) for name in tensors)
     return "per_expert" if per_expert and "per_expert" in family.layouts else "fused"
 
@@ -185,6 +189,9 @@ def write(
 ) -> dict[str, Any]:
     """Parameters to tensors, after checking that they are exactly those of the family."""
     parts = family.layouts[layout]
+    check_mapping("params", params)
+    for group, leaves in params.items():
+        check_mapping(f"params[{group!r}]", leaves)
     arrays = {
         f"{group}.{leaf}": _as_array(value)
         for group, leaves in params.items()
@@ -194,8 +201,15 @@ def write(
     return _union(part.write(dims, arrays) for part in parts)
 
 
+def check_mapping(what: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what}: expected a mapping, got {type(value).__name__}")
+
+
 def check_config(family: str, expected: MoEConfig, given: MoEConfig) -> None:
     """Refuses a config whose block is another than the one the checkpoint's config describes."""
+    if not isinstance(given, MoEConfig):
+        raise TypeError(f"cfg: expected dropless.MoEConfig, got {type(given).__name__}")
     pairs = [(name, getattr(expected, name), getattr(given, name)) for name in _BLOCK_FIELDS]
     wrong = [f"{name}: config says {a}, cfg has {b}" for name, a, b in pairs if a != b]
     if wrong:
@@ -212,11 +226,19 @@ def setting(config: Mapping[str, Any], *names: str) -> Any:
     return next(iter(values.values()))
 
 
+def size(config: Mapping[str, Any], *names: str) -> int:
+    """A ``setting`` that is a size."""
+    value = setting(config, *names)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config: expected {' or '.join(names)} to be an int >= 1, got {value!r}")
+    return value
+
+
 def activation(config: Mapping[str, Any]) -> str:
     """Our name of the config's ``hidden_act``."""
     known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
     name = config.get("hidden_act", "silu")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"config['hidden_act']: expected one of {list(known)}, got {name!r}")
     return known[name]
 

@@ -16,6 +16,8 @@ from dropless.train.errors import UserError
 
 # 2 is what shells and argparse use for a mistake in the command.
 _USAGE_ERROR = 2
+# Seeds and step numbers are 64-bit in JAX and in checkpoints.
+_LARGEST = 2**63 - 1
 # The files by which a folder is known to hold a run already.
 _RUN_FILES = (settings.RUN_FILE, "metrics.jsonl", "checkpoints", "report.html", "report.png")
 
@@ -33,9 +35,18 @@ def _whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number of at least {least}, not {value!r}"
             )
+        if int(value) > _LARGEST:
+            raise argparse.ArgumentTypeError(f"must be at most {_LARGEST}, not {value!r}")
         return int(value)
 
     return parse
+
+
+def _path(value: str) -> str:
+    # An empty path would mean the current folder: most likely an unset variable of a shell.
+    if not value or "\0" in value:
+        raise argparse.ArgumentTypeError(f"must be a path, not {value!r}")
+    return value
 
 
 def _positive(value: str) -> float:
@@ -58,10 +69,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--text", nargs="+", metavar="PATH", help="files or folders (default: Python's own library)"
+        "--text",
+        type=_path,
+        nargs="+",
+        metavar="PATH",
+        help="files or folders (default: Python's own library)",
     )
     add(
         "--out",
+        type=_path,
         metavar="DIR",
         help="folder for everything the run leaves (default: a new one in runs/)",
     )
@@ -96,7 +112,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="room an expert has, over the mean load",
     )
     add("--mesh", metavar="AXES", help="devices along each axis, such as data=2")
-    add("--tokenizer", metavar="FILE", help="JSON of the tokenizers library (default: bytes)")
+    add(
+        "--tokenizer",
+        type=_path,
+        metavar="FILE",
+        help="JSON of the tokenizers library (default: bytes)",
+    )
     add("--batch-size", "--batch", type=_whole(1), metavar="N", help="windows a step")
     add("--seq-len", "--seq", type=_whole(1), metavar="N", help="tokens a window")
     add("--learning-rate", "--lr", type=_positive, metavar="F", help="at its peak")
