@@ -5,9 +5,9 @@
 // functions.
 //
 //   item     one thread's work: a group's n-panel and a range of its rows
-//   K block  operands are packed, and C accumulated, block by block along the contraction; B once
-//   an item strip    mr rows of the item: their panel of A is packed just before it is used tile
-//   [mr, nr] of C, one call of the micro-kernel
+//   K block  along the contraction: an item packs B once a block and adds each block's product to C
+//   strip    mr rows of an item: their panel of A is packed just before it is used
+//   tile     [mr, nr] of C: one call of the micro-kernel
 //
 // Where packing A is dear (FP8 has to be decoded or quantised), it is done once for all items
 // beforehand:

@@ -133,7 +133,9 @@ class GroupedWgrad final : public GemmProblem {
   // Columns [offset, offset + count) of <= 128 rows as bfloat16 e4m3 codes with a scale a column.
   const void* const* quantized(const void* const* rows, int64_t depth, int64_t offset,
                                int64_t count, float* scale) const {
-    static thread_local Scratch scratch;  // <= 128 * (256 * 6 + 8) + 1024 bytes
+    // At most (128 * 6 + 4) * 512 bytes: one call packs up to kMaxJobColumns columns of A, or an
+    // item's columns of B, which the driver keeps to 512.
+    static thread_local Scratch scratch;
     static thread_local const void* pointers[kScaleBlock];
     float* values =
         reinterpret_cast<float*>(scratch.reserve((depth * 6 + 4) * count));  // [depth, count]
