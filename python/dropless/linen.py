@@ -83,7 +83,7 @@ class MoELayer(nn.Module):
     scale_rounding: str = "fp32"
     fallback: str | None = None
     strict: bool = False
-    num_sms: int | None = None
+    num_sms: None = None
     dropout: float = 0.0
     deterministic: bool | None = None
     param_dtype: Any = jnp.float32
