@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dropless._call import call, unify_axes
 from dropless._params import check_float_dtype
 from dropless._routing import Plan
 
 
-def _offsets_of(
-    group_sizes: jax.Array, local: int, rows: int, group_offset: jax.Array | None
-) -> jax.Array:
+def _offsets_of(group_sizes: jax.Array, local: int, rows: int, group_offset: Any) -> jax.Array:
     """[local+1] int32 first rows of the groups, from sizes [G] of any integer dtype."""
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(
@@ -30,6 +29,7 @@ def _offsets_of(
         )
     if group_offset is not None and groups < local:
         raise ValueError(f"group_sizes must have at least {local} entries; got {groups}.")
+    group_offset = _check_group_offset(group_offset, groups - local)
     if jnp.iinfo(group_sizes.dtype).bits < 32:  # which may not hold the number of rows
         group_sizes = group_sizes.astype(jnp.int32)
     # Sizes that do not fit are cut to the rows there are: nothing outside the buffers is touched.
@@ -43,16 +43,26 @@ def _offsets_of(
     return jax.lax.dynamic_slice(offsets, (first,), (local + 1,))
 
 
-def _check_group_offset(group_offset: jax.Array | None) -> jax.Array | None:
+def _check_group_offset(group_offset: Any, last: int) -> jax.Array | None:
+    """As an array; its value is checked against 0..last where it is known."""
     if group_offset is None:
         return None
-    group_offset = jnp.asarray(group_offset)
+    known = not any(
+        isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True)
+        for leaf in jax.tree.leaves(group_offset)
+    )
+    group_offset = np.asarray(group_offset) if known else jnp.asarray(group_offset)
     if group_offset.size != 1 or not jnp.issubdtype(group_offset.dtype, jnp.integer):
         raise TypeError(
             f"group_offset must be one integer, of shape () or (1,); got {group_offset.dtype.name}"
             f"{list(group_offset.shape)}."
         )
-    return group_offset
+    if known and not 0 <= group_offset.item() <= last:
+        raise ValueError(
+            f"group_offset must be from 0 to {last}, the entries of group_sizes less the matrices "
+            f"of rhs; got {group_offset.item()}."
+        )
+    return jnp.asarray(group_offset)
 
 
 def ragged_dot(
@@ -78,13 +88,15 @@ def ragged_dot(
       precision: accepted for compatibility; float32 products are always full float32.
       preferred_element_type: dtype of the result, float32 or bfloat16; default: that of the
         operands.
-      group_offset: one integer, the group that ``rhs[0]`` belongs to; cut to what the sizes hold.
+      group_offset: one integer, the group that ``rhs[0]`` belongs to: from 0 to the number of sizes
+        less G. A value that is not known when the function is traced is cut to that range.
 
     Returns:
       [M, N].
 
     Raises:
-      ValueError, TypeError: a shape or dtype is not what is listed above.
+      ValueError, TypeError: a shape, a dtype or a known ``group_offset`` is not what is listed
+        above.
     """
     del precision
     lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
@@ -97,7 +109,6 @@ def ragged_dot(
     operand = jnp.promote_types(lhs.dtype, rhs.dtype)
     result = operand if preferred_element_type is None else preferred_element_type
     check_float_dtype("preferred_element_type", result)
-    group_offset = _check_group_offset(group_offset)
     offsets = _offsets_of(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
     lhs, rhs, offsets = unify_axes((lhs.astype(operand), rhs.astype(operand), offsets))
     return _gemm((False, jnp.dtype(result)), lhs, rhs, offsets)

@@ -155,6 +155,23 @@ def test_j13_local_groups_add_up_to_all():
     np.testing.assert_array_equal(sum(np.asarray(p) for p in parts), whole)
 
 
+@pytest.mark.parametrize("offset", [-1, 3, 2**40, [3], np.array([-7]), jnp.array(3)])
+def test_n2_a_known_group_offset_out_of_range_is_an_error(offset):
+    lhs, rhs, _, gs = arrays([6, 0, 11, 3], 24, 8, 5)
+    got = offset if isinstance(offset, int) else np.asarray(offset).item()
+    with pytest.raises(ValueError, match=f"group_offset must be from 0 to 2.*; got {got}"):
+        dropless.ragged_dot(lhs, rhs[:2], gs, group_offset=offset)
+    with pytest.raises(ValueError, match=f"group_offset must be from 0 to 2.*; got {got}"):
+        jax.jit(lambda a: dropless.ragged_dot(a, rhs[:2], gs, group_offset=offset))(lhs)
+
+
+def test_a_traced_group_offset_out_of_range_is_cut():
+    lhs, rhs, _, gs = arrays([6, 0, 11, 3], 24, 8, 5)
+    dot = jax.jit(lambda offset: dropless.ragged_dot(lhs, rhs[:2], gs, group_offset=offset))
+    for offset, cut in (-5, 0), (3, 2), (2**31 - 1, 2):
+        np.testing.assert_array_equal(dot(offset), dot(cut))
+
+
 def test_b8_no_local_matrices():
     lhs, _, dy, gs = arrays([3, 4], 9, 8, 5)
     out, vjp = jax.vjp(
