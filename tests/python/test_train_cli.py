@@ -180,6 +180,19 @@ def test_a_damaged_run_file_is_named(capsys, tmp_path, text):
     assert "run.json cannot be read" in refuse(capsys, tmp_path, "--out", out, "--resume")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("heads", 0), ("heads", "two"), ("steps", 2.5), ("ffn", None), ("mesh", 3)]
+)
+def test_a_run_file_with_an_impossible_setting_is_named(capsys, tmp_path, text, name, value):
+    out = stored_run(tmp_path, text)
+    stored = json.loads((out / "run.json").read_text())
+    stored["config"][name] = value
+    (out / "run.json").write_text(json.dumps(stored))
+    error = refuse(capsys, tmp_path, "--out", out, "--resume")
+    assert "run.json cannot be read" in error
+    assert name in error or name == "mesh"
+
+
 def test_an_error_reaches_the_shell_without_a_traceback(tmp_path):
     done = run_program("--text", tmp_path / "nowhere", "--out", tmp_path / "out")
     assert done.returncode == 2

@@ -150,3 +150,24 @@ def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path, capsys):
         assert main([*flags, "--steps", "1"]) == 2
     assert "another process is training" in capsys.readouterr().err
     assert not (out / "metrics.jsonl").exists()
+
+
+def test_a_run_that_cannot_be_resumed_keeps_its_settings(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["--text", str(text), "--out", str(out), *FLAGS, "--steps", "1"]) == 0
+    settings, metrics = (out / "run.json").read_text(), out / "metrics.jsonl"
+    good = metrics.read_bytes()
+
+    def refused():
+        assert main(["--out", str(out), "--resume", "--steps", str(STEPS)]) == 2
+        assert (out / "run.json").read_text() == settings
+        return capsys.readouterr().err
+
+    for line in (b"[1]\n", b'{"loss": 1}\n', b"\xff\n"):
+        metrics.write_bytes(good + line)
+        assert "metrics.jsonl is damaged" in refused()
+        assert metrics.read_bytes() == good + line
+    metrics.write_bytes(good)
+    (out / "checkpoints").rename(out / "moved")
+    (out / "checkpoints").touch()
+    assert "checkpoints is a file, not a folder" in refused()

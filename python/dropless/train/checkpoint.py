@@ -25,6 +25,8 @@ class Checkpoints:
 
     def __init__(self, out: pathlib.Path):
         self._folder = (out / CHECKPOINT_FOLDER).absolute()
+        if self._folder.exists() and not self._folder.is_dir():
+            raise UserError(f"{self._folder} is a file, not a folder of checkpoints.")
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:

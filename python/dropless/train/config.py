@@ -18,6 +18,10 @@ BYTE_VOCABULARY = 256
 FREE_ON_RESUME = frozenset({"steps", "eval_every", "checkpoint_every"})
 
 
+# Whole numbers among the settings that are no sizes or counts of at least one.
+_MAY_BE_ZERO = frozenset({"seed", "warmup_steps", "schedule_steps"})
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that decides a run's losses; stored as ``run.json``."""
@@ -190,11 +194,22 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> RunConfig:
-    """The inverse of ``to_json``."""
+    """The inverse of ``to_json``.
+
+    Raises:
+      ValueError, KeyError, TypeError: these are no settings of a run.
+    """
     values = dict(values)
     values["mesh"] = tuple((name, size) for name, size in values["mesh"])
     values["text"] = tuple(values["text"])
-    return RunConfig(**values)
+    config = RunConfig(**values)
+    for name, like in dataclasses.asdict(PRESETS["tiny"]).items():
+        value = getattr(config, name)
+        kinds = {float: (int, float), type(None): (str, type(None))}.get(type(like), type(like))
+        least = 0 if name in _MAY_BE_ZERO else 1
+        if not isinstance(value, kinds) or (type(like) is int and value < least):
+            raise ValueError(f"its {name} is {value!r}")
+    return config
 
 
 def resume(

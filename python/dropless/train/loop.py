@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import logging
 import math
@@ -74,9 +75,11 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
     )
     run = _Run(config, out, device, console, train_tokens, held_out_tokens)
     run.compile()
+    save_settings = functools.partial(write_run_file, out, config, read)
     with _locked(out):
-        write_run_file(out, config, read)
-        return run.go()
+        if fingerprint is None:
+            save_settings()  # first of all: whatever a kill leaves can then be resumed
+        return run.go(save_settings)
 
 
 @contextlib.contextmanager
@@ -160,8 +163,11 @@ class _Run:
         """A host batch ``[B, S+1]`` on the devices, B spread over the data axis."""
         return jax.device_put(batch, self._sharding("data"))
 
-    def go(self) -> int:
-        """Trains from the newest checkpoint, or from the start, to the last step."""
+    def go(self, save_settings: Callable[[], None]) -> int:
+        """Trains from the newest checkpoint, or from the start, to the last step.
+
+        ``save_settings`` is called once it is clear that the run can go on.
+        """
         checkpoints = Checkpoints(self.out)
         batches = text_data.training_batches(self.train_tokens, self.config)
         first = 0
@@ -174,6 +180,7 @@ class _Run:
             self.console.print(f"step {first} is the last already; a larger --steps goes on")
         self.held_out = text_data.held_out_batches(self.held_out_tokens, self.config)
         self.log, self.events = MetricsLog(self.out, first), Events(self.out, first)
+        save_settings()
         with (
             _stop_on_signal(self),
             Progress(first, self.config.steps, self.console) as self.progress,

@@ -62,7 +62,11 @@ def read_metrics(out: pathlib.Path) -> list[dict[str, Any]]:
     if lines[-1]:
         lines[-1] = b""
     try:
-        return [json.loads(line) for line in lines if line]
+        records = [json.loads(line) for line in lines if line]
+        for record in records:
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError(f"{str(record)[:40]} is no record of a step")
+        return records
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}.") from error
 
