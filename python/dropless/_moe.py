@@ -138,9 +138,10 @@ def moe(
     """Routes every token to K of E gated experts and sums their weighted outputs; drops no token.
 
     y = sum over the chosen experts e of p_e * down_e(act(gate_e(x)) * up_e(x)). Pure: it works
-    under jit, grad, vmap, scan, checkpoint and shard_map. Reverse mode only: forward-mode
+    under jit, grad, vmap, scan, checkpoint and shard_map. Reverse mode only, and once: forward-mode
     differentiation (``jax.jvp``, ``jax.jacfwd``, ``jax.hessian``) raises JAX's error about
-    ``custom_vjp``.
+    ``custom_vjp``, a second gradient its error about FFI calls. Shapes are numbers: ``jax.export``
+    of the layer takes no symbolic dimension of x.
 
     Args:
       x: [..., H] float32 or bfloat16.
@@ -152,6 +153,8 @@ def moe(
       prepared: ``prepare_experts(params, cfg)``, to reuse over several calls of one optimiser step.
       mesh: default: the ambient one, or that of x's type. Under Explicit axes x's type says how
         tokens are split, under Auto axes ``token_axes`` does. Experts are replicated.
+        An array that was taken off an Auto mesh keeps it in its type: under jit, give a mesh of its
+        one device.
       token_axes: Auto mesh axes that split x along its first axis. Unknown names are ignored if
         ``mesh`` is not given.
       expert_axis: a mesh axis to shard experts over; only axes of size 1 are supported yet.

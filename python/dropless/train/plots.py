@@ -123,7 +123,8 @@ def _draw_loads(figure: Any, records: list[dict[str, Any]], config: RunConfig, r
     across = min(layers, _MAPS_A_ROW)
     axes = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True)
     figure.suptitle("Expert load over the run (1 = the mean)", fontsize=12)
-    extent = (records[0]["step"], records[-1]["step"], experts - 0.5, -0.5)
+    # A column is centred on its step, so that a run of one step has a width too.
+    extent = (records[0]["step"] - 0.5, records[-1]["step"] + 0.5, experts - 0.5, -0.5)
     image = None
     for layer, panel in enumerate(axes.flat):
         if layer >= layers:
