@@ -73,11 +73,13 @@ class Explanation:
       config: the layer.
       tokens, model_dim, expert_dim: T, H and I. ``rows`` is M = T * K.
       device: name of the device.
+      platform: of the device: ``"cpu"``, ``"gpu"``.
       precision: of the GEMMs' operands.
       precision_reason: why.
       forward, backward: the GEMMs in order.
       saved: what is kept between forward and backward beside the parameters.
-      workspace_bytes: of the kernels' own scratch, forward and backward together.
+      workspaces: the scratch of each call that has one, in order. A program has the same on every
+        device, but a CPU does not touch them; each is needed during its call alone.
     """
 
     config: MoEConfig
@@ -85,12 +87,13 @@ class Explanation:
     model_dim: int
     expert_dim: int
     device: str
+    platform: str
     precision: str
     precision_reason: str
     forward: tuple[Gemm, ...]
     backward: tuple[Gemm, ...]
     saved: tuple[Array, ...]
-    workspace_bytes: int
+    workspaces: tuple[Array, ...]
 
     @property
     def rows(self) -> int:
@@ -117,6 +120,16 @@ class Explanation:
     def saved_bytes(self) -> int:
         """Of all saved activations, x included."""
         return sum(array.bytes for array in self.saved)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all workspaces, forward and backward together."""
+        return sum(array.bytes for array in self.workspaces)
+
+    @property
+    def largest_workspace_bytes(self) -> int:
+        """Of the largest workspace: what is needed at a time where calls run one by one."""
+        return max(array.bytes for array in self.workspaces)
 
     def __str__(self) -> str:
         return _table(self)
@@ -178,12 +191,13 @@ def explain(
         model_dim=model_dim,
         expert_dim=sizes.i,
         device=found.device_kind,
+        platform=found.platform,
         precision=precision,
         precision_reason=_reason(cfg, precision, jnp.dtype(dtype).name, found),
         forward=forward,
         backward=backward,
         saved=_saved(spec, sizes, jnp.dtype(dtype).name),
-        workspace_bytes=_library.workspace_bytes("route", tokens, cfg.num_experts),
+        workspaces=_workspaces(spec, sizes),
     )
 
 
@@ -312,6 +326,20 @@ def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
     )
 
 
+def _workspaces(spec: Spec, s: _Sizes) -> tuple[Array, ...]:
+    operand, wide = _BYTES[spec.precision], jnp.dtype(spec.wide).itemsize
+    calls = (
+        ("route", s.t, s.e),
+        ("expert_up", s.m, s.h, operand),
+        ("expert_down_backward", s.m, s.h, s.i, operand),
+        ("grouped_wgrad", s.m, s.h, wide),  # of gate and up: gathers x
+        ("grouped_wgrad", s.m, s.h, wide),  # of down: gathers dy
+    )
+    return tuple(
+        Array(op, (_library.workspace_bytes(op, *sizes),), "uint8") for op, *sizes in calls
+    )
+
+
 def _table(e: Explanation) -> str:
     cfg = e.config
     lines = [
@@ -345,7 +373,12 @@ def _table(e: Explanation) -> str:
         f"  {array.name} {list(array.shape)} {array.dtype}: {array.bytes / 1e6:.4g} MB"
         for array in e.saved
     ]
-    lines.append(f"workspace: {e.workspace_bytes} bytes")
+    untouched = ", which a CPU does not touch" if e.platform == "cpu" else ""
+    lines.append(
+        f"workspaces{untouched}: {e.workspace_bytes / 1e6:.4g} MB in all, the largest "
+        f"{e.largest_workspace_bytes / 1e6:.4g} MB"
+    )
+    lines += [f"  {array.name}: {array.bytes / 1e6:.4g} MB" for array in e.workspaces]
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -47,6 +48,35 @@ def test_saved_bytes_are_those_of_the_vjp(precision, options, dtype):
     x, h, routing = T * H * jnp.dtype(dtype).itemsize, 2 * T * K * I, 4 * T * E + 16 * T * K
     h = h + 4 * 2 * T * K * 2 if "save_h" in options else h * (4 if precision == "f32" else 2)
     assert told.saved_bytes == x + h + routing + 4 * (E + 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("f32", jnp.float32), ("bf16", jnp.float32), ("bf16", jnp.bfloat16), ("fp8", jnp.bfloat16)],
+)
+def test_workspaces_are_those_of_the_program(precision, dtype):
+    cfg = dataclasses.replace(CFG, precision=precision, wgrad_precision="fp8", expert_bias=True)
+    told = dropless.explain(cfg, T, H, dtype=dtype)
+    params = dropless.init(jax.random.key(0), H, cfg)
+
+    def loss(x, params):
+        return dropless.moe(x, params, cfg)[0].astype(jnp.float32).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(jnp.zeros((T, H), dtype), params).as_text()
+    calls = [line for line in program.splitlines() if "custom_call @dropless_" in line]
+    made = sorted(
+        (re.search(r"@dropless_(\w+)_c\d+\(", line)[1], int(size))
+        for line in calls
+        for size in re.findall(r"tensor<(\d+)xui8>", line.split("->")[-1])
+    )
+    assert made == sorted((array.name, array.bytes) for array in told.workspaces)
+    # A copy of x in the rows' order, and of dy, padded to 256 bytes.
+    operand, wide = {"f32": (4, 4), "bf16": (2, 2), "fp8": (1, 2)}[precision]
+    sizes = dict(made)
+    assert sizes["expert_up"] == -(-T * K * H * operand // 256) * 256
+    assert sizes["grouped_wgrad"] == -(-T * K * H * wide // 256) * 256
+    assert told.workspace_bytes == sum(size for _, size in made)
+    assert told.largest_workspace_bytes == max(size for _, size in made)
 
 
 def test_flops_of_a_pass():
@@ -157,6 +187,7 @@ def test_prints_a_table():
     assert "unknown" not in text
     unknown = str(dropless.explain(CFG, T, H, "cpu"))
     assert "unknown" in unknown and "nan" not in unknown.lower()
+    assert "workspaces:" in text and "workspaces, which a CPU does not touch:" in unknown
 
 
 def test_device_in_use_is_the_default():
