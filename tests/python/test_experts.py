@@ -152,9 +152,11 @@ def test_b7_experts_with_fewer_than_128_rows(precision):
         wide = oracle.to64((x, p, params["experts"], dy))
         fast = jax.jit(jax.grad(dense, (0, 1, 2)), compiler_options=oracle.COMPILE_FAST)
         wanted = jax.tree.map(np.asarray, fast(*wide))
-    limit = oracle.bound(precision, 56, 14)
+    limit = oracle.bound(precision, 56, 14, fp8=oracle.FP8_BACKWARD)
     for (path, a), (_, b) in zip(oracle.leaves(got), oracle.leaves(wanted), strict=True):
-        oracle.assert_close(path, a, b, limit, groups=a.ndim == 3)
+        # A row brings 24 errors of dh or p * A to a gradient, however many elements that has.
+        values = 24 * np.arange(e) if a.ndim == 3 else None
+        oracle.assert_close(path, a, b, limit, groups=a.ndim == 3, values=values)
     assert not any(np.asarray(leaf[0]).any() for leaf in got[2].values())
 
 

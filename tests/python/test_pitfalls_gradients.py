@@ -236,14 +236,23 @@ def test_i10_a_hundred_seeds_of_fp8_stay_near_bfloat16():
 
         return [one(cfg) for cfg in cfgs]
 
-    limit = oracle.bound("fp8", 40, 14)
+    limit = oracle.bound("fp8", 40, 14, fp8=oracle.FP8_BACKWARD)
+    squares = {}
     for seed in range(100):
         x, params, dy = oracle.layer_case(BASE, (32, 40), seed=seed)
         fp8, bf16 = both(x, params, dy)
         for (path, a), (_, b) in zip(oracle.leaves(fp8), oracle.leaves(bf16), strict=True):
             error = np.asarray(a, np.float64) - np.asarray(b, np.float64)
             assert np.isfinite(error).all(), (seed, path)
-            assert oracle.rms(error) <= limit * oracle.rms(b), (seed, path)
+            # The router's gradient hangs on the differences of a token's K outputs, and a dozen of
+            # the 32 tokens make most of it: with some seeds these are small. Then the full unit
+            # roundoff of each rounding is the limit; over all seeds it is the expected half.
+            allowed = 2 * limit if "router" in path else limit
+            assert oracle.rms(error) <= allowed * oracle.rms(b), (seed, path)
+            squares.setdefault(path, []).append((oracle.rms(error) ** 2, oracle.rms(b) ** 2))
+    for path, pairs in squares.items():
+        error, scale = np.sum(pairs, 0)
+        assert np.sqrt(error) <= limit * np.sqrt(scale), path
 
 
 def test_i11_rows_and_blocks_of_zeros():
@@ -263,7 +272,7 @@ def test_i11_rows_and_blocks_of_zeros():
 
     y, (dx, dparams) = everything(x, params)
     (y_want, _), (dx_want, want) = oracle.value_and_gradients(cfg, x, params, None, dy, (0, 0, 0))
-    limit = oracle.bound("fp8", 300, 14)
+    limit = oracle.bound("fp8", 300, 14, fp8=oracle.FP8_BACKWARD)
     oracle.assert_close("y", y, y_want, limit)
     oracle.assert_close("dx", dx, dx_want, limit)
     for name, gradient in dparams["experts"].items():
