@@ -10,7 +10,7 @@
 namespace dropless::cpu {
 
 Status combine(const CombineArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
   const int64_t rows = args.rows.dims[0];
@@ -40,7 +40,7 @@ Status combine(const CombineArgs& args, Executor& executor) {
 }
 
 Status combine_backward(const CombineBackwardArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
   const int64_t rows = args.rows.dims[0];

@@ -20,7 +20,7 @@ struct Piece {
 }  // namespace
 
 Status group_sum(const GroupSumArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t num_experts = args.out.dims[0];
   const int64_t width = args.out.dims[1] * args.out.dims[2];  // P*N
   const int64_t rows = args.slot_of_row.given() ? args.slot_of_row.dims[0] : args.x.dims[0];

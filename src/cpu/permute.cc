@@ -7,7 +7,7 @@
 namespace dropless::cpu {
 
 Status permute(const PermuteArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t row_bytes = args.x.dims[1] * size_of(args.x.dtype);
   const int32_t* slot_of_row = args.slot_of_row.as<int32_t>();

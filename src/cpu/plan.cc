@@ -9,7 +9,7 @@ namespace dropless::cpu {
 // A counting sort in pieces: count, take running totals, place. Rows of one expert are in the order
 // of their slots whatever the pieces are.
 Status plan(const PlanArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t slots = args.ids.size();                 // T*K
   const int64_t num_experts = args.plan.counts.dims[0];  // E
   const int32_t* ids = args.ids.as<int32_t>();           // [T, K]

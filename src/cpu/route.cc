@@ -245,7 +245,7 @@ void backward_token(const RouteBackwardArgs& args, int64_t t, bool statistics, S
 }  // namespace
 
 Status route(const RouteArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t num_experts = args.logits.dims[1];
   const int64_t chunk = tokens_per_chunk(tokens);
@@ -277,7 +277,7 @@ Status route(const RouteArgs& args, Executor& executor) {
 }
 
 Status route_backward(const RouteBackwardArgs& args, Executor& executor) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t num_experts = args.logits.dims[1];
   const ScopedIeeeFloats ieee;  // the caller's thread may take subnormals for zero

@@ -74,13 +74,15 @@ DROPLESS_INLINE void transpose(VF v[kLanes]) {
 #else
 
 DROPLESS_INLINE void transpose(VF v[kLanes]) {
-  const VI low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
-  const VF a = __builtin_shuffle(v[0], v[2], low), b = __builtin_shuffle(v[1], v[3], low);
-  const VF c = __builtin_shuffle(v[0], v[2], high), d = __builtin_shuffle(v[1], v[3], high);
-  v[0] = __builtin_shuffle(a, b, low);
-  v[1] = __builtin_shuffle(a, b, high);
-  v[2] = __builtin_shuffle(c, d, low);
-  v[3] = __builtin_shuffle(c, d, high);
+  // __builtin_shufflevector is what both GCC (12 on) and Clang have.
+  const auto low = [](VF x, VF y) { return __builtin_shufflevector(x, y, 0, 4, 1, 5); };
+  const auto high = [](VF x, VF y) { return __builtin_shufflevector(x, y, 2, 6, 3, 7); };
+  const VF a = low(v[0], v[2]), b = low(v[1], v[3]);
+  const VF c = high(v[0], v[2]), d = high(v[1], v[3]);
+  v[0] = low(a, b);
+  v[1] = high(a, b);
+  v[2] = low(c, d);
+  v[3] = high(c, d);
 }
 
 #endif

@@ -17,7 +17,7 @@ int64_t row_of(const ConstTensor& row_of_slot /* [T, K] */, int64_t slot, int64_
 }  // namespace
 
 Status permute(const PermuteArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t width = args.x.dims[1];
   for (int64_t row = 0; row < args.rows.dims[0]; ++row) {
@@ -31,7 +31,7 @@ Status permute(const PermuteArgs& args) {
 }
 
 Status combine(const CombineArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
   const int64_t rows = args.rows.dims[0];
@@ -52,7 +52,7 @@ Status combine(const CombineArgs& args) {
 }
 
 Status combine_backward(const CombineBackwardArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
   const int64_t rows = args.rows.dims[0];
@@ -78,7 +78,7 @@ Status combine_backward(const CombineBackwardArgs& args) {
 }
 
 Status group_sum(const GroupSumArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t num_experts = args.out.dims[0];
   const int64_t width = args.out.dims[1] * args.out.dims[2];  // P*N
   const int64_t rows = args.slot_of_row.given() ? args.slot_of_row.dims[0] : args.x.dims[0];

@@ -36,7 +36,7 @@ double round_h(double h, DType operands) {
 }  // namespace
 
 Status expert_up(const ExpertUpArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t width = args.x.dims[1];   // H
   const int64_t rows = args.a.dims[0];    // M
@@ -69,15 +69,14 @@ Status expert_up(const ExpertUpArgs& args) {
     }
   }
   if (args.h.given()) {
-    const Status status =
-        write_rows(h, rows * 2, hidden, args.scale_rounding, args.h, args.h_scale);
+    Status status = write_rows(h, rows * 2, hidden, args.scale_rounding, args.h, args.h_scale);
     if (!status.ok()) return status;
   }
   return write_rows(a, rows, hidden, args.scale_rounding, args.a, args.a_scale);
 }
 
 Status expert_down_backward(const ExpertDownBackwardArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.dy.dims[0];
   const int64_t width = args.dy.dims[1];  // H
   const int64_t rows = args.h.dims[0];    // M
@@ -117,15 +116,15 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) {
   }
   const ScaleRounding rounding = args.scale_rounding;
   if (args.dh_q.given()) {
-    const Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh_q, args.dh_scale);
+    Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh_q, args.dh_scale);
     if (!status.ok()) return status;
   }
-  const Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh, Tensor());
+  Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh, Tensor());
   return status.ok() ? write_rows(pa, rows, hidden, rounding, args.pa, Tensor()) : status;
 }
 
 Status expert_up_backward(const ExpertUpBackwardArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.dh.dims[0];     // M
   const int64_t hidden = args.dh.dims[2];   // I
   const int64_t width = args.gate.dims[1];  // H

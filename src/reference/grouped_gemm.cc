@@ -5,7 +5,7 @@
 namespace dropless::reference {
 
 Status grouped_gemm(const GroupedGemmArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.lhs.dims[0];         // M
   const int64_t depth = args.lhs.dims[1];        // Kc
   const int64_t cols = args.out.dims[1];         // N

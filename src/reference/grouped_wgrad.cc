@@ -51,7 +51,7 @@ struct Operand {
 }  // namespace
 
 Status grouped_wgrad(const GroupedWgradArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t kc = args.x.dims[1];
   const int64_t planes = args.dy.dims[1];  // P
   const int64_t n = args.dy.dims[2];

@@ -5,7 +5,7 @@
 namespace dropless::reference {
 
 Status plan(const PlanArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t slots = args.ids.size();                 // T*K
   const int64_t num_experts = args.plan.counts.dims[0];  // E
   const int32_t* ids = args.ids.as<int32_t>();           // [T, K]

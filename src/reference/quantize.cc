@@ -10,7 +10,7 @@
 namespace dropless::reference {
 
 Status quantize_rows(const QuantizeRowsArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.x.dims[0];
   const int64_t cols = args.x.dims[1];
   for (int64_t row = 0; row < rows; ++row) {
@@ -30,7 +30,7 @@ Status quantize_rows(const QuantizeRowsArgs& args) {
 }
 
 Status quantize_weight(const QuantizeWeightArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t in = args.w.dims[1];
   const int64_t out = args.w.dims[2];
   const auto each_of = [&](int64_t e, int64_t i0, int64_t j0, const auto& visit) {

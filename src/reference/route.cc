@@ -157,7 +157,7 @@ void add_statistics_gradient(RouterScore score, const Row& z, const float* d_pro
 }  // namespace
 
 Status route(const RouteArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const RouterOptions& options = args.options;
   const int64_t tokens = args.ids.dims[0];
   const int64_t per_token = args.ids.dims[1];
@@ -202,7 +202,7 @@ Status route(const RouteArgs& args) {
 }
 
 Status route_backward(const RouteBackwardArgs& args) {
-  if (const Status status = check(args); !status.ok()) return status;
+  if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t per_token = args.ids.dims[1];
   const int64_t num_experts = args.logits.dims[1];
