@@ -276,10 +276,13 @@ def test_absent_row_map_of_no_rows_is_still_a_map():
         [
             jax.ShapeDtypeStruct((2, 3, 5), jax.numpy.float32),
             jax.ShapeDtypeStruct((0,), jax.numpy.float32),
+            jax.ShapeDtypeStruct(
+                (_library.workspace_bytes("grouped_wgrad", 0, 3, 4),), jax.numpy.uint8
+            ),
         ],
     )
     empty = jax.numpy.zeros((0,), jax.numpy.float32)
-    dw, _ = call(
+    dw, *_ = call(
         jax.numpy.ones((0, 3)),
         jax.numpy.ones((0, 1, 5)),
         jax.numpy.zeros((0,), jax.numpy.int32),
