@@ -47,6 +47,11 @@ DROPLESS_HOST_DEVICE inline float sigmoid(float z) {
   return (z > 0.0f ? 1.0f : e) / denominator;
 }
 
+// Below this, 1 + exp(z) is 1 in fp32 (the half ulp is exp(-16.6)), so sigmoids are exponentials.
+// Where every logit of a token is, its sigmoids over their sum are the softmax of the logits, which
+// does not underflow.
+constexpr float kSigmoidIsExp = -20.0f;
+
 // Sums over experts use 32 partial sums (expert e goes to partial e mod 32, in order), added
 // pairwise at distances 16, 8, 4, 2, 1: one lane each for a warp, two vectors on a CPU.
 constexpr int kSumLanes = 32;

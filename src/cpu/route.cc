@@ -112,10 +112,9 @@ void score_choices(const RouterOptions& options, const RouterRow& row,
     }
     sum += c.score;
   }
-  // Sigmoids of very negative logits underflow, but their ratios are those of exponentials.
+  // Scores of very negative logits underflow, but their ratios are those of exponentials.
   constexpr float kUnderflow = 1e-30f;
-  if (options.renormalize && options.score == RouterScore::kSigmoid && sum < kUnderflow &&
-      options.renormalize_eps == 0.0f) {
+  if (options.renormalize && sum < kUnderflow && options.renormalize_eps == 0.0f) {
     return softmax_of_choices(row.logits, choices, &Choice::normalized);
   }
   for (Choice& c : choices) c.normalized = options.renormalize ? c.score / sum : c.score;

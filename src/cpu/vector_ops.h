@@ -15,7 +15,7 @@ struct RouterRow {
   int64_t n;            // padded
   float largest;        // NaN if a logit is
   float lse;            // log of the sum of exp(logits)
-  float* scores;        // [n] softmax or sigmoid
+  float* scores;        // [n] softmax, or sigmoid up to a factor common to the row
   float* complements;   // [n] 1 - score, without cancellation; sigmoid only
 };
 
@@ -40,7 +40,8 @@ struct VectorOps {
 
   // Fills largest and lse, and returns how many of the n logits are not finite (padding included).
   int64_t (*describe)(RouterRow& row);
-  // Fill scores (and complements) from described rows. sigmoid returns the sum of the scores.
+  // Fill scores (and complements) from described rows. sigmoid returns the sum of the scores; where
+  // every sigmoid may underflow, the row's largest score is 1 instead.
   void (*softmax)(const RouterRow& row);
   float (*sigmoid)(const RouterRow& row);
   // prob_sum[n] += q, where q is the softmax scores, or the sigmoid scores over their sum; returns
@@ -60,7 +61,7 @@ extern const VectorOps kAvx2VectorOps;
 extern const VectorOps kAvx512VectorOps;
 #endif
 
-// The widest that this processor runs.
+// Those of the kernel set in use (gemm_kernel.h).
 const VectorOps& vector_ops();
 
 }  // namespace dropless::cpu

@@ -189,8 +189,20 @@ void softmax(const RouterRow& row) {
   }
 }
 
+// router::kSigmoidIsExp, which this file may not include.
+constexpr float kSigmoidIsExp = -20.0f;
+
 float sigmoid(const RouterRow& row) {
   VF total{};
+  if (row.largest < kSigmoidIsExp) {
+    for (int64_t i = 0; i < row.n; i += kLanes) {
+      const VF score = exp_or_zero(load<VF>(row.logits + i) - row.largest);
+      store(row.scores + i, score);
+      store(row.complements + i, splat(1.0f));
+      total += score;
+    }
+    return sum(total);
+  }
   for (int64_t i = 0; i < row.n; i += kLanes) {
     const VF z = load<VF>(row.logits + i);
     const VF e = exp_or_zero(z > 0.0f ? -z : z);

@@ -58,19 +58,24 @@ Row sigmoid(const Row& z) {
   return s;
 }
 
+Row log_sigmoid(const Row& z) {
+  Row s(z.size());
+  for (size_t i = 0; i < z.size(); ++i) {
+    s[i] = std::min(z[i], 0.0) - std::log1p(std::exp(-std::abs(z[i])));
+  }
+  return s;
+}
+
 double sum_of(const Row& v) { return std::accumulate(v.begin(), v.end(), 0.0); }
 
 double dot(const Row& a, const Row& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
 
-// The distribution over all experts that prob_sum and the entropy are about.
+// The distribution over all experts that prob_sum and the entropy are about. Sigmoids over their
+// sum are the softmax of their logarithms, which exists where every sigmoid underflows.
 Row distribution(RouterScore score, const Row& z) {
-  if (score == RouterScore::kSoftmax) return softmax(z);
-  Row q = sigmoid(z);
-  const double sum = sum_of(q);
-  for (double& v : q) v /= sum;
-  return q;
+  return softmax(score == RouterScore::kSoftmax ? z : log_sigmoid(z));
 }
 
 double entropy(const Row& q) {
@@ -113,9 +118,9 @@ void add_weights_gradient(const RouterOptions& options, const Row& z,
   const Row s = chosen_scores(options, z, ids);
   Row ds(ids.size());
   const double denominator = sum_of(s) + options.renormalize_eps;
-  const double correction = dot(d_weights, s) / (denominator * denominator);
+  const double mean_gradient = dot(d_weights, s) / denominator;
   for (size_t k = 0; k < ids.size(); ++k) {
-    ds[k] = options.renormalize ? d_weights[k] / denominator - correction : d_weights[k];
+    ds[k] = options.renormalize ? (d_weights[k] - mean_gradient) / denominator : d_weights[k];
     ds[k] *= options.scale;
   }
   if (options.score == RouterScore::kSigmoid) {

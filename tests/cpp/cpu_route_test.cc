@@ -119,23 +119,19 @@ TEST_P(CpuRoute, F1_TiesTakeTheLowestIndex) {
 
 INSTANTIATE_TEST_SUITE_P(All, CpuRoute, ::testing::ValuesIn(all_router_options()));
 
-TEST(CpuRouteEdges, RenormalisedWeightsSurviveScoresThatUnderflow) {
+TEST(CpuRouteEdges, ScoresThatUnderflowKeepWeightsStatisticsAndGradients) {
   for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
-    Routing expected(1, 4, 2);
-    expected.options.score = score;
-    const float logits[] = {-300, -200.5, -200, -400};
-    for (int64_t e = 0; e < 4; ++e) expected.logits.set(e, logits[e]);
-    Rng rng(24);
-    expected.d_weights.fill_normal(rng);
-    expected.d_prob_sum.fill(0);
-    expected.d_sums.fill(0);
-    Routing got = expected;
-    ASSERT_TRUE(reference::route(expected.forward()).ok());
-    ASSERT_TRUE(cpu::route(got.forward(), serial_executor()).ok());
-    EXPECT_TRUE(close(got.weights, expected.weights, router_bound(4)));
-    ASSERT_TRUE(reference::route_backward(expected.backward()).ok());
-    ASSERT_TRUE(cpu::route_backward(got.backward(), serial_executor()).ok());
-    EXPECT_TRUE(close(got.d_logits, expected.d_logits, router_bound(4)));
+    for (Routing& expected : underflow_cases(score)) {
+      SCOPED_TRACE(expected.logits[2]);
+      Routing got = expected;
+      ASSERT_TRUE(reference::route(expected.forward()).ok());
+      ASSERT_TRUE(cpu::route(got.forward(), serial_executor()).ok());
+      expect_same_routing(got, expected);
+      ASSERT_TRUE(reference::route_backward(expected.backward()).ok());
+      ASSERT_TRUE(cpu::route_backward(got.backward(), serial_executor()).ok());
+      EXPECT_TRUE(
+          close(got.d_logits, expected.d_logits, router_bound(4 * 6) + Bound{0, 32 * 0x1p-24}));
+    }
   }
 }
 

@@ -238,20 +238,19 @@ TEST_F(CudaRouteSizes, H1_PaddingChangesNothing) {
   }
 }
 
-TEST_F(CudaRouteSizes, RenormalisedWeightsSurviveScoresThatUnderflow) {
+TEST_F(CudaRouteSizes, ScoresThatUnderflowKeepWeightsStatisticsAndGradients) {
   for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
-    Routing expected(1, 4, 2);
-    expected.options.score = score;
-    const float logits[] = {-300, -200.5, -200, -400};
-    for (int64_t e = 0; e < 4; ++e) expected.logits.set(e, logits[e]);
-    Rng rng(37);
-    expected.d_weights.fill_normal(rng);
-    expected.d_prob_sum.fill(0);
-    expected.d_sums.fill(0);
-    Routing got = expected;
-    ASSERT_TRUE(reference::route(expected.forward()).ok());
-    gpu_route(got);
-    EXPECT_TRUE(close(got.weights, expected.weights, router_bound(4)));
+    for (Routing& expected : underflow_cases(score)) {
+      SCOPED_TRACE(expected.logits[2]);
+      Routing got = expected;
+      ASSERT_TRUE(reference::route(expected.forward()).ok());
+      gpu_route(got);
+      expect_same_routing(got, expected);
+      ASSERT_TRUE(reference::route_backward(expected.backward()).ok());
+      gpu_route_backward(got);
+      EXPECT_TRUE(
+          close(got.d_logits, expected.d_logits, router_bound(4 * 6) + Bound{0, 32 * 0x1p-24}));
+    }
   }
 }
 

@@ -297,6 +297,34 @@ TEST(ReferenceRoute, MinusInfinityForbidsAnExpertWithFiniteGradients) {
   }
 }
 
+// Far below zero sigmoids are exponentials, and their ratios those of a softmax; they underflow in
+// float32 below -103.
+TEST(ReferenceRoute, SigmoidsThatUnderflowHaveTheStatisticsOfASoftmax) {
+  for (const float largest : {-104.0f, -600.0f}) {
+    Rng rng(11);
+    Routing sigmoid(1, 5, 2), softmax(1, 5, 2);
+    const float below_largest[] = {1.25f, 0, 0.5f, 7, 3};
+    for (int64_t e = 0; e < 5; ++e) sigmoid.logits.set(e, largest - below_largest[e]);
+    sigmoid.d_weights.fill(0);
+    sigmoid.d_prob_sum.fill_normal(rng);
+    sigmoid.d_sums.fill_normal(rng);
+    sigmoid.d_sums.set(0, 0);  // the gradient of the z-loss would hide the others
+    softmax.logits = sigmoid.logits;
+    softmax.d_weights = sigmoid.d_weights;
+    softmax.d_prob_sum = sigmoid.d_prob_sum;
+    softmax.d_sums = sigmoid.d_sums;
+    sigmoid.options.score = RouterScore::kSigmoid;
+    for (Routing* r : {&sigmoid, &softmax}) {
+      ASSERT_TRUE(reference::route(r->forward()).ok());
+      ASSERT_TRUE(reference::route_backward(r->backward()).ok());
+    }
+    EXPECT_TRUE(close(sigmoid.prob_sum, softmax.prob_sum, rounded_to(DType::kF32)));
+    EXPECT_TRUE(close(sigmoid.sums, softmax.sums, rounded_to(DType::kF32)));
+    EXPECT_TRUE(close(sigmoid.d_logits, softmax.d_logits, rounded_to(DType::kF32)));
+    EXPECT_GT(std::abs(softmax.d_logits[1]), 0.01);
+  }
+}
+
 TEST(ReferenceRoute, F9_AnyNumberOfExpertsAndChoices) {
   Rng rng(10);
   for (const int64_t num_experts : {1, 2, 3, 7, 60, 257, 1000}) {

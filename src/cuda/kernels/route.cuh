@@ -37,13 +37,14 @@ struct RouteTokensParams {
 // j.
 template <int V>
 struct TokenScores {
-  float logit[V];   // -inf past the last expert
-  float score[V];   // exp(logit - largest), or sigmoid(logit)
-  float largest;    // of the logits; NaN if one of them is NaN
-  float exp_sum;    // sum of exp(logit - largest)
-  float score_sum;  // sum of score
-  float lse;        // logsumexp(logits)
-  float entropy;    // of score / score_sum, in nats
+  float logit[V];            // -inf past the last expert
+  float score[V];            // exp(logit - largest), or sigmoid(logit) if scores_are_sigmoids
+  float largest;             // of the logits; NaN if one of them is NaN
+  float exp_sum;             // sum of exp(logit - largest)
+  float score_sum;           // sum of score
+  float lse;                 // logsumexp(logits)
+  float entropy;             // of score / score_sum, in nats
+  bool scores_are_sigmoids;  // the same in all lanes
 
   template <class T>
   __device__ void load(const T* logits /* [E] */, int num_experts) {
@@ -78,7 +79,8 @@ struct TokenScores {
     float log_sum = logf(exp_sum);
     lse = largest + log_sum;
     score_sum = exp_sum;
-    if (kind == RouterScore::kSigmoid) {
+    scores_are_sigmoids = kind == RouterScore::kSigmoid && !(largest < router::kSigmoidIsExp);
+    if (scores_are_sigmoids) {
       score_sum = weighted = 0.0f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
@@ -103,8 +105,11 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
     float value = token.logit[j];
     if (bias != nullptr && e < num_experts) {
       if (options.score_before_topk) {
-        value = options.score == RouterScore::kSigmoid ? token.score[j]
-                                                       : token.score[j] / token.exp_sum;
+        if (options.score != RouterScore::kSigmoid) {
+          value = token.score[j] / token.exp_sum;
+        } else {
+          value = token.scores_are_sigmoids ? token.score[j] : router::sigmoid(token.logit[j]);
+        }
       }
       value += bias[e];
     }
@@ -221,9 +226,9 @@ __device__ inline Choice score_choice(const RouterOptions& options, float logit,
   choice.normalized = choice.score;
   if (!options.renormalize) return choice;
   const float sum = warp_sum(choice.score) + options.renormalize_eps;
-  // Sigmoids of very negative logits underflow, but their ratios are those of exponentials.
+  // Scores of very negative logits underflow, but their ratios are those of exponentials.
   constexpr float kUnderflow = 1e-30f;
-  if (sigmoid && sum < kUnderflow && options.renormalize_eps == 0.0f) {
+  if (sum < kUnderflow && options.renormalize_eps == 0.0f) {
     choice.normalized = softmax_of_choices(logit, is_choice);
   } else {
     choice.normalized = is_choice ? choice.score / sum : 0.0f;

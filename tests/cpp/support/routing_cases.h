@@ -41,4 +41,26 @@ inline std::vector<Routing> routing_cases(const RouterOptions& options) {
   return all;
 }
 
+// One token whose sigmoids underflow more and more, on both sides of router::kSigmoidIsExp; also
+// with a selection bias, which makes a softmax underflow too: it chooses the smallest scores. The
+// reference itself, in double, underflows below -745.
+inline std::vector<Routing> underflow_cases(RouterScore score) {
+  Rng rng(24);
+  std::vector<Routing> all;
+  for (const float largest : {-19.0f, -20.0f, -21.0f, -60.0f, -104.0f, -200.0f, -500.0f}) {
+    Routing r(1, 6, 2);
+    r.options.score = score;
+    r.randomize(rng);
+    r.d_sums.set(0, 0);  // the gradient of the z-loss would hide the others
+    const float below_largest[] = {100, 0.5, 0, 200, 3, 0.25};
+    for (int64_t e = 0; e < 6; ++e) r.logits.set(e, largest - below_largest[e]);
+    all.push_back(r);
+    r.selection_bias = Array(DType::kF32, {6}).fill(0);
+    r.selection_bias.set(0, 2);
+    r.selection_bias.set(3, 3);
+    all.push_back(r);
+  }
+  return all;
+}
+
 }  // namespace dropless::testing
