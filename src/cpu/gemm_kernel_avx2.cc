@@ -18,7 +18,9 @@ constexpr int kNr = 16;
 template <int kRows>
 void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t ldc,
                    bool accumulate) {
+  // Every loop over the accumulators is unrolled: one that is not keeps them in memory.
   __m256 acc[kRows][2];
+#pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
   for (int64_t i = 0; i < k; ++i, a += kMr, b += kNr) {
     const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
@@ -29,7 +31,9 @@ void multiply_rows(int64_t k, const float* a, const float* b, float* c, int64_t 
       acc[m][1] = _mm256_fmadd_ps(x, b1, acc[m][1]);
     }
   }
+#pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m, c += ldc) {
+#pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       const __m256 old = accumulate ? _mm256_loadu_ps(c + v * 8) : _mm256_setzero_ps();
       _mm256_storeu_ps(c + v * 8, accumulate ? _mm256_add_ps(old, acc[m][v]) : acc[m][v]);
