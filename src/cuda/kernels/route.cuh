@@ -37,14 +37,16 @@ struct RouteTokensParams {
 // j.
 template <int V>
 struct TokenScores {
-  float logit[V];            // -inf past the last expert
-  float score[V];            // exp(logit - largest), or sigmoid(logit) if scores_are_sigmoids
-  float largest;             // of the logits; NaN if one of them is NaN
-  float exp_sum;             // sum of exp(logit - largest)
-  float score_sum;           // sum of score
-  float lse;                 // logsumexp(logits)
-  float entropy;             // of score / score_sum, in nats
-  bool scores_are_sigmoids;  // the same in all lanes
+  float logit[V];   // -inf past the last expert
+  float score[V];   // exp(logit - largest), or sigmoid(logit) unless those underflow
+  float largest;    // of the logits; NaN if one of them is NaN
+  float exp_sum;    // sum of exp(logit - largest)
+  float score_sum;  // sum of score
+  float lse;        // logsumexp(logits)
+  float entropy;    // of score / score_sum, in nats
+
+  // Whether score holds exponentials though the router's scores are sigmoids.
+  __device__ bool sigmoids_are_exponentials() const { return largest < router::kSigmoidIsExp; }
 
   template <class T>
   __device__ void load(const T* logits /* [E] */, int num_experts) {
@@ -79,8 +81,7 @@ struct TokenScores {
     float log_sum = logf(exp_sum);
     lse = largest + log_sum;
     score_sum = exp_sum;
-    scores_are_sigmoids = kind == RouterScore::kSigmoid && !(largest < router::kSigmoidIsExp);
-    if (scores_are_sigmoids) {
+    if (kind == RouterScore::kSigmoid && !sigmoids_are_exponentials()) {
       score_sum = weighted = 0.0f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
@@ -108,7 +109,8 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
         if (options.score != RouterScore::kSigmoid) {
           value = token.score[j] / token.exp_sum;
         } else {
-          value = token.scores_are_sigmoids ? token.score[j] : router::sigmoid(token.logit[j]);
+          value = token.sigmoids_are_exponentials() ? router::exp_nonpositive(token.logit[j])
+                                                    : token.score[j];
         }
       }
       value += bias[e];
