@@ -18,6 +18,10 @@ namespace {
 struct F32Source {
   static DROPLESS_INLINE const float* row(const void* p) { return static_cast<const float*>(p); }
   static DROPLESS_INLINE VF some(const float* p, int64_t n) { return get<VF>(p, n); }
+  template <int kCount>
+  static DROPLESS_INLINE void copy(const float* p, float* out) {
+    __builtin_memcpy(out, p, kCount * sizeof(float));
+  }
 };
 
 struct Bf16Source {
@@ -25,6 +29,13 @@ struct Bf16Source {
     return static_cast<const uint16_t*>(p);
   }
   static DROPLESS_INLINE VF some(const uint16_t* p, int64_t n) { return widen_bf16(get<VH>(p, n)); }
+  template <int kCount>
+  static DROPLESS_INLINE void copy(const uint16_t* p, float* out) {
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t wide = uint32_t{p[i]} << 16;
+      __builtin_memcpy(out + i, &wide, sizeof(wide));
+    }
+  }
 };
 
 // Element (k, w) of the panel is rows[k][offset + w].
@@ -33,8 +44,12 @@ void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_
   float* out = static_cast<float*>(panel);
   for (int64_t i = 0; i < k; ++i, out += kWidth) {
     const auto* row = Source::row(rows[i]) + offset;
-    if (count == kWidth && kWidth % kLanes == 0) {
-      for (int w = 0; w < kWidth; w += kLanes) store(out + w, Source::some(row + w, kLanes));
+    if (count == kWidth) {
+      // The rest of a width like 6 is copied by a known count: a partial vector takes 10 times as
+      // long where the instruction set has no masks.
+      constexpr int kWhole = kWidth / kLanes * kLanes;
+      for (int w = 0; w < kWhole; w += kLanes) store(out + w, Source::some(row + w, kLanes));
+      Source::template copy<kWidth - kWhole>(row + kWhole, out + kWhole);
       continue;
     }
     for (int w = 0; w < kWidth; w += kLanes) {
