@@ -2,11 +2,11 @@
 // target change, so that a compile cache of an older version never calls a newer kernel.
 #pragma once
 
-#define DROPLESS_CONTRACT 1
+#define DROPLESS_CONTRACT 2
 
 #define DROPLESS_EXPORT extern "C" __attribute__((visibility("default")))
 
 #define DROPLESS_CONCAT_(op, contract) dropless_##op##_c##contract
 #define DROPLESS_CONCAT(op, contract) DROPLESS_CONCAT_(op, contract)
-// The symbol, and the XLA target, of an op: dropless_permute_c1.
+// The symbol, and the XLA target, of an op: dropless_permute_c2.
 #define DROPLESS_TARGET(op) DROPLESS_CONCAT(op, DROPLESS_CONTRACT)

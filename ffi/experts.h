@@ -8,53 +8,68 @@
 
 namespace dropless::binding {
 
-inline ActivationOptions decode_activation(Decoder& d, int32_t kind) {
+// The attributes of ActivationOptions, in the order that decode_activation takes them.
+template <class Binding>
+auto bind_activation(Binding binding) {
+  return std::move(binding)
+      .template Attr<int32_t>("activation")
+      .template Attr<int32_t>("gated")
+      .template Attr<float>("activation_slope")
+      .template Attr<float>("gate_limit")
+      .template Attr<float>("up_limit")
+      .template Attr<float>("up_offset");
+}
+
+// check() judges the values; only what no enumerator stands for is refused here.
+inline ActivationOptions decode_activation(Decoder& d, int32_t kind, int32_t gated, float slope,
+                                           float gate_limit, float up_limit, float up_offset) {
   if (kind < static_cast<int32_t>(ActivationKind::kSilu) ||
-      kind > static_cast<int32_t>(ActivationKind::kGeluTanh)) {
-    d.fail("activation must be 0 (silu), 1 (gelu) or 2 (gelu_tanh), but is " +
-           std::to_string(kind));
+      kind > static_cast<int32_t>(ActivationKind::kReluSquared)) {
+    d.fail(
+        "activation must be 0 (silu), 1 (gelu), 2 (gelu_tanh), 3 (relu) or 4 (relu_squared), but "
+        "is " +
+        std::to_string(kind));
   }
-  ActivationOptions options;
-  options.kind = static_cast<ActivationKind>(kind);
-  return options;
+  return {static_cast<ActivationKind>(kind), gated != 0, slope, gate_limit, up_limit, up_offset};
 }
 
 struct ExpertUp {
   template <class Binding>
   static auto bind(Binding binding) {
-    return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()  // x [T, H]
-        .template Arg<ffi::AnyBuffer>()  // x_scale [T, ceil(H/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // gate [E, H, I] or [E, I, H]
-        .template Arg<ffi::AnyBuffer>()  // up, as gate
-        .template Arg<ffi::AnyBuffer>()  // gate_scale, two axes in blocks of 128, or (0,)
-        .template Arg<ffi::AnyBuffer>()  // up_scale, as gate_scale
-        .template Arg<ffi::AnyBuffer>()  // gate_bias [E, I] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // up_bias [E, I] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
-        .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
-        .template Ret<ffi::AnyBuffer>()  // h [M, 2, I] or (0,)
-        .template Ret<ffi::AnyBuffer>()  // h_scale [M, 2, ceil(I/128)] or (0,)
-        .template Ret<ffi::AnyBuffer>()  // a [M, I]
-        .template Ret<ffi::AnyBuffer>()  // a_scale [M, ceil(I/128)] or (0,)
-        .template Ret<ffi::AnyBuffer>()  // workspace
-        .template Attr<int64_t>("experts_per_token")
-        .template Attr<int32_t>("weights_transposed")
-        .template Attr<int32_t>("activation")
-        .template Attr<int32_t>("scale_rounding");
+    return bind_activation(
+        std::move(binding)
+            .template Arg<ffi::AnyBuffer>()  // x [T, H]
+            .template Arg<ffi::AnyBuffer>()  // x_scale [T, ceil(H/128)] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // gate [E, H, I] or [E, I, H]
+            .template Arg<ffi::AnyBuffer>()  // up, as gate, or (0,)
+            .template Arg<ffi::AnyBuffer>()  // gate_scale, two axes in blocks of 128, or (0,)
+            .template Arg<ffi::AnyBuffer>()  // up_scale, as gate_scale
+            .template Arg<ffi::AnyBuffer>()  // gate_bias [E, I] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // up_bias [E, I] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
+            .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
+            .template Ret<ffi::AnyBuffer>()  // h [M, P, I] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // h_scale [M, P, ceil(I/128)] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // a [M, I]
+            .template Ret<ffi::AnyBuffer>()  // a_scale [M, ceil(I/128)] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // workspace
+            .template Attr<int64_t>("experts_per_token")
+            .template Attr<int32_t>("weights_transposed")
+            .template Attr<int32_t>("scale_rounding"));
   }
 
   static ExpertUpArgs decode(Decoder& d, In x, In x_scale, In gate, In up, In gate_scale,
                              In up_scale, In gate_bias, In up_bias, In offsets, In slot_of_row,
                              Out h, Out h_scale, Out a, Out a_scale, Out workspace,
                              int64_t experts_per_token, int32_t weights_transposed,
-                             int32_t activation, int32_t scale_rounding) {
+                             int32_t scale_rounding, int32_t activation, int32_t gated, float slope,
+                             float gate_limit, float up_limit, float up_offset) {
     ExpertUpArgs args;
     d.workspace(workspace);
     args.x = d.in("x", x);
     args.x_scale = d.optional_in("x_scale", x_scale);
     args.gate = d.in("gate", gate);
-    args.up = d.in("up", up);
+    args.up = d.optional_in("up", up);
     args.gate_scale = d.optional_in("gate_scale", gate_scale);
     args.up_scale = d.optional_in("up_scale", up_scale);
     args.gate_bias = d.optional_in("gate_bias", gate_bias);
@@ -63,7 +78,8 @@ struct ExpertUp {
     args.slot_of_row = d.in("slot_of_row", slot_of_row);
     args.experts_per_token = experts_per_token;
     args.weights_transposed = weights_transposed != 0;
-    args.activation = decode_activation(d, activation);
+    args.activation =
+        decode_activation(d, activation, gated, slope, gate_limit, up_limit, up_offset);
     args.scale_rounding = d.scale_rounding(scale_rounding);
     args.h = d.optional_out("h", h);
     args.h_scale = d.optional_out("h_scale", h_scale);
@@ -76,32 +92,33 @@ struct ExpertUp {
 struct ExpertDownBackward {
   template <class Binding>
   static auto bind(Binding binding) {
-    return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()  // dy [T, H]
-        .template Arg<ffi::AnyBuffer>()  // dy_scale [T, ceil(H/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // down [E, I, H]
-        .template Arg<ffi::AnyBuffer>()  // down_scale [E, ceil(I/128), ceil(H/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // down_bias [E, H] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // h [M, 2, I]
-        .template Arg<ffi::AnyBuffer>()  // h_scale [M, 2, ceil(I/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()  // weights [T, K]
-        .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
-        .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
-        .template Ret<ffi::AnyBuffer>()  // dh [M, 2, I]
-        .template Ret<ffi::AnyBuffer>()  // dh_q [M, 2, I] or (0,)
-        .template Ret<ffi::AnyBuffer>()  // dh_scale [M, 2, ceil(I/128)] or (0,)
-        .template Ret<ffi::AnyBuffer>()  // pa [M, I]
-        .template Ret<ffi::AnyBuffer>()  // d_weights [T, K]
-        .template Ret<ffi::AnyBuffer>()  // workspace
-        .template Attr<int32_t>("activation")
-        .template Attr<int32_t>("scale_rounding");
+    return bind_activation(
+        std::move(binding)
+            .template Arg<ffi::AnyBuffer>()  // dy [T, H]
+            .template Arg<ffi::AnyBuffer>()  // dy_scale [T, ceil(H/128)] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // down [E, I, H]
+            .template Arg<ffi::AnyBuffer>()  // down_scale [E, ceil(I/128), ceil(H/128)] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // down_bias [E, H] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // h [M, P, I]
+            .template Arg<ffi::AnyBuffer>()  // h_scale [M, P, ceil(I/128)] or (0,)
+            .template Arg<ffi::AnyBuffer>()  // weights [T, K]
+            .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
+            .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
+            .template Ret<ffi::AnyBuffer>()  // dh [M, P, I]
+            .template Ret<ffi::AnyBuffer>()  // dh_q [M, P, I] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // dh_scale [M, P, ceil(I/128)] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // pa [M, I]
+            .template Ret<ffi::AnyBuffer>()  // d_weights [T, K]
+            .template Ret<ffi::AnyBuffer>()  // workspace
+            .template Attr<int32_t>("scale_rounding"));
   }
 
   static ExpertDownBackwardArgs decode(Decoder& d, In dy, In dy_scale, In down, In down_scale,
                                        In down_bias, In h, In h_scale, In weights, In offsets,
                                        In slot_of_row, Out dh, Out dh_q, Out dh_scale, Out pa,
-                                       Out d_weights, Out workspace, int32_t activation,
-                                       int32_t scale_rounding) {
+                                       Out d_weights, Out workspace, int32_t scale_rounding,
+                                       int32_t activation, int32_t gated, float slope,
+                                       float gate_limit, float up_limit, float up_offset) {
     ExpertDownBackwardArgs args;
     d.workspace(workspace);
     args.dy = d.in("dy", dy);
@@ -114,7 +131,8 @@ struct ExpertDownBackward {
     args.weights = d.in("weights", weights);
     args.offsets = d.in("offsets", offsets);
     args.slot_of_row = d.in("slot_of_row", slot_of_row);
-    args.activation = decode_activation(d, activation);
+    args.activation =
+        decode_activation(d, activation, gated, slope, gate_limit, up_limit, up_offset);
     args.scale_rounding = d.scale_rounding(scale_rounding);
     args.dh = d.out("dh", dh);
     args.dh_q = d.optional_out("dh_q", dh_q);
@@ -129,10 +147,10 @@ struct ExpertUpBackward {
   template <class Binding>
   static auto bind(Binding binding) {
     return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()   // dh [M, 2, I]
-        .template Arg<ffi::AnyBuffer>()   // dh_scale [M, 2, ceil(I/128)] or (0,)
+        .template Arg<ffi::AnyBuffer>()   // dh [M, P, I]
+        .template Arg<ffi::AnyBuffer>()   // dh_scale [M, P, ceil(I/128)] or (0,)
         .template Arg<ffi::AnyBuffer>()   // gate [E, H, I]
-        .template Arg<ffi::AnyBuffer>()   // up [E, H, I]
+        .template Arg<ffi::AnyBuffer>()   // up [E, H, I] or (0,)
         .template Arg<ffi::AnyBuffer>()   // gate_scale [E, ceil(H/128), ceil(I/128)] or (0,)
         .template Arg<ffi::AnyBuffer>()   // up_scale, as gate_scale
         .template Arg<ffi::AnyBuffer>()   // offsets [E+1]
@@ -145,7 +163,7 @@ struct ExpertUpBackward {
     args.dh = d.in("dh", dh);
     args.dh_scale = d.optional_in("dh_scale", dh_scale);
     args.gate = d.in("gate", gate);
-    args.up = d.in("up", up);
+    args.up = d.optional_in("up", up);
     args.gate_scale = d.optional_in("gate_scale", gate_scale);
     args.up_scale = d.optional_in("up_scale", up_scale);
     args.offsets = d.in("offsets", offsets);

@@ -1,7 +1,8 @@
-// The gated feed-forward of the experts, each GEMM with what is fused around it.
+// The feed-forward of the experts, each GEMM with what is fused around it.
 //
 // forward
 //   expert_up             h = x[token] @ {gate, up} (+ biases); A = act(h_gate) * h_up
+//                         (ActivationOptions says more; experts without a gate have one matrix)
 //   grouped_gemm          O = A @ down (+ bias)
 //   combine               y = sum over k of p * O
 // backward
@@ -15,6 +16,8 @@
 // those of grouped_gemm.h.
 #pragma once
 
+#include <limits>
+
 #include "dropless/executor.h"
 #include "dropless/status.h"
 #include "dropless/types.h"
@@ -22,20 +25,41 @@
 namespace dropless {
 
 enum class ActivationKind : int32_t {
-  kSilu = 0,      // z * sigmoid(z)
-  kGelu = 1,      // z * Phi(z), by erf
-  kGeluTanh = 2,  // the tanh approximation of Hendrycks & Gimpel (arXiv 1606.08415)
+  kSilu = 0,         // z * sigmoid(z)
+  kGelu = 1,         // z * Phi(z), by erf
+  kGeluTanh = 2,     // the tanh approximation of Hendrycks & Gimpel (arXiv 1606.08415)
+  kRelu = 3,         // max(z, 0); slope 0 at 0
+  kReluSquared = 4,  // max(z, 0)^2 (Primer, arXiv 2109.08668)
 };
 
+// Without a limit a pre-activation passes as it is.
+constexpr float kNoLimit = std::numeric_limits<float>::infinity();
+
+// A = act(g) * (u + up_offset), with g = min(h_gate, gate_limit) and u = h_up cut to
+// [-up_limit, up_limit]; A = act(g) if not gated. Where a pre-activation is beyond its limit its
+// gradient is 0; at the limit it is not (as in PyTorch's clamp). NaN passes both.
 struct ActivationOptions {
   ActivationKind kind = ActivationKind::kSilu;
+  bool gated = true;   // else there is no up matrix, and P = 1 below
+  float slope = 1.0f;  // of the sigmoid: z * sigmoid(slope * z); kSilu only (gpt-oss: 1.702)
+  float gate_limit = kNoLimit;
+  float up_limit = kNoLimit;  // gated only, as up_offset
+  float up_offset = 0.0f;
+
+  // Pre-activations of a unit of A: gate and up, or one.
+  int64_t parts() const { return gated ? 2 : 1; }
+  // Nothing but a kind, gated: what most models have.
+  bool plain() const {
+    return gated && slope == 1.0f && gate_limit == kNoLimit && up_limit == kNoLimit &&
+           up_offset == 0.0f;
+  }
 };
 
 struct ExpertUpArgs {
   ConstTensor x;        // [T, H] float32 | bfloat16 | float8
   ConstTensor x_scale;  // [T, ceil(H/128)] float32, FP8 only
   ConstTensor gate;     // [E, H, I], or [E, I, H] if weights_transposed; dtype of x
-  ConstTensor up;       // as gate
+  ConstTensor up;       // as gate; gated only, as all of up
   ConstTensor
       gate_scale;        // the two matrix axes of gate in blocks of 128, in its own order; FP8 only
   ConstTensor up_scale;  // as gate_scale
@@ -48,11 +72,11 @@ struct ExpertUpArgs {
   ActivationOptions activation;
   ScaleRounding scale_rounding = ScaleRounding::kFp32;
 
-  // Pre-activations, gate first; optional (not needed without a gradient). float32 for float32
-  // operands, else bfloat16, or float8 with 1x128 scales along I. A is always computed from h as
-  // rounded to float32 / bfloat16, even when h is stored in float8.
-  Tensor h;        // [M, 2, I]
-  Tensor h_scale;  // [M, 2, ceil(I/128)] float32, only if h is float8
+  // Pre-activations, gate first, P = activation.parts(); optional (not needed without a gradient).
+  // float32 for float32 operands, else bfloat16, or float8 with 1x128 scales along I. A is always
+  // computed from h as rounded to float32 / bfloat16, even when h is stored in float8.
+  Tensor h;        // [M, P, I]
+  Tensor h_scale;  // [M, P, ceil(I/128)] float32, only if h is float8
   Tensor a;        // [M, I] dtype of the operands; float8 is quantised from the fp32 product
   Tensor a_scale;  // [M, ceil(I/128)] float32, only if a is float8
 };
@@ -63,27 +87,27 @@ struct ExpertDownBackwardArgs {
   ConstTensor down;         // [E, I, H] dtype of dy
   ConstTensor down_scale;   // [E, ceil(I/128), ceil(H/128)] float32, FP8 only
   ConstTensor down_bias;    // [E, H] float32, optional: only d_weights depends on it
-  ConstTensor h;            // [M, 2, I] as expert_up stored it
-  ConstTensor h_scale;      // [M, 2, ceil(I/128)] float32, only if h is float8
+  ConstTensor h;            // [M, P, I] as expert_up stored it
+  ConstTensor h_scale;      // [M, P, ceil(I/128)] float32, only if h is float8
   ConstTensor weights;      // [T, K] float32 routing weights p
   ConstTensor offsets;      // [E+1] int32
   ConstTensor slot_of_row;  // [M] int32
   ActivationOptions activation;
   ScaleRounding scale_rounding = ScaleRounding::kFp32;
 
-  Tensor dh;        // [M, 2, I] float32 for float32 operands, else bfloat16
-  Tensor dh_q;      // [M, 2, I] float8, optional: dh quantised 1x128 along I from its fp32 value
-  Tensor dh_scale;  // [M, 2, ceil(I/128)] float32, with dh_q
+  Tensor dh;        // [M, P, I] float32 for float32 operands, else bfloat16
+  Tensor dh_q;      // [M, P, I] float8, optional: dh quantised 1x128 along I from its fp32 value
+  Tensor dh_scale;  // [M, P, ceil(I/128)] float32, with dh_q
   Tensor pa;        // [M, I] dtype of dh: p * A
   Tensor
       d_weights;  // [T, K] float32: rowsum(dA' * A) + dot(dy, down_bias); 0 where a slot has no row
 };
 
 struct ExpertUpBackwardArgs {
-  ConstTensor dh;          // [M, 2, I] float32 | bfloat16 | float8
-  ConstTensor dh_scale;    // [M, 2, ceil(I/128)] float32, FP8 only
+  ConstTensor dh;          // [M, P, I] float32 | bfloat16 | float8
+  ConstTensor dh_scale;    // [M, P, ceil(I/128)] float32, FP8 only
   ConstTensor gate;        // [E, H, I] dtype of dh
-  ConstTensor up;          // [E, H, I]
+  ConstTensor up;          // [E, H, I]; not given: P = 1
   ConstTensor gate_scale;  // [E, ceil(H/128), ceil(I/128)] float32, FP8 only
   ConstTensor up_scale;    // as gate_scale
   ConstTensor offsets;     // [E+1] int32

@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from dropless import checkpoint_policies
-from dropless._config import MoEConfig, RouterConfig
+from dropless._config import Activation, MoEConfig, RouterConfig
 from dropless._export import export_disabled_checks
 from dropless._library import libraries as _libraries
 from dropless._moe import MoEAux, moe
@@ -30,6 +30,7 @@ _ATTRIBUTES = {
 }
 
 __all__ = [
+    "Activation",
     "MoEAux",
     "MoEConfig",
     "MoELayer",

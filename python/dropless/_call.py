@@ -17,6 +17,10 @@ _ATTRIBUTE_TYPES = {
     "experts_per_token": np.int64,
     "renormalize_eps": np.float32,
     "scale": np.float32,
+    "activation_slope": np.float32,
+    "gate_limit": np.float32,
+    "up_limit": np.float32,
+    "up_offset": np.float32,
 }
 
 # A result: its shape and dtype, or None when the caller does not want it.

@@ -15,7 +15,7 @@ import numpy as np
 _log = logging.getLogger("dropless")
 
 SCORES = ("softmax", "sigmoid")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 PRECISIONS = ("auto", "f32", "bf16", "fp8")
 
 # A dense SwiGLU feed-forward network of width 8/3 * H has the parameters of a classic one of width
@@ -90,8 +90,63 @@ class RouterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Activation:
+    """How an expert's pre-activations become A, what its down matrix multiplies.
+
+    Gated: A = act(g) * (u + up_offset), with g = min(gate(x), gate_limit) and u = up(x) cut to
+    [-up_limit, up_limit]. Not gated: A = act(g). Beyond a limit the gradient is 0, at it not yet.
+    gpt-oss: ``Activation("silu", slope=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)``.
+
+    Attributes:
+      kind: act: ``"silu"``, z * sigmoid(slope * z); ``"gelu"``, by erf; ``"gelu_tanh"``, its tanh
+        approximation; ``"relu"``; ``"relu_squared"``, max(z, 0)^2 (arXiv 2109.08668).
+      gated: False: experts have no up matrix.
+      slope: of the sigmoid in ``"silu"``.
+      gate_limit, up_limit: None: no limit.
+      up_offset: added to u.
+    """
+
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
+    _: dataclasses.KW_ONLY
+    gated: bool = True
+    slope: float = 1.0
+    gate_limit: float | None = None
+    up_limit: float | None = None
+    up_offset: float = 0.0
+
+    def __post_init__(self):
+        _one_of("activation", self.kind, ACTIVATIONS)
+        _flag("Activation.gated", self.gated)
+        _real("Activation.slope", self.slope, positive=True)
+        for name in ("gate_limit", "up_limit"):
+            if getattr(self, name) is not None:
+                _real(f"Activation.{name}", getattr(self, name), positive=True)
+        offset = self.up_offset
+        _real("Activation.up_offset", -offset if _is_negative(offset) else offset, positive=False)
+        if self.slope != 1 and self.kind != "silu":
+            raise ValueError(
+                f'Activation.slope is of "silu" only; got slope={self.slope} and '
+                f"kind={self.kind!r}."
+            )
+        if not self.gated and (self.up_limit is not None or self.up_offset != 0):
+            raise ValueError(
+                f"Activation.up_limit and up_offset need gated=True; got up_limit={self.up_limit} "
+                f"and up_offset={self.up_offset}."
+            )
+
+    @property
+    def parts(self) -> int:
+        """Pre-activations for each element of A: gate and up, or one."""
+        return 2 if self.gated else 1
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
+
+
+@dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """A Mixture-of-Experts layer: E gated experts, K of which serve each token.
+    """A Mixture-of-Experts layer: E experts, K of which serve each token.
 
     Attributes:
       num_experts: E.
@@ -99,8 +154,14 @@ class MoEConfig:
       expert_dim: I, the experts' width. None: such that a token costs what a dense SwiGLU network
         of width 8/3 * H costs, rounded up to a multiple of 64 (see ``resolved_expert_dim``).
       router: see ``RouterConfig``.
-      activation: of the gate: ``"silu"``, ``"gelu"`` (by erf) or ``"gelu_tanh"``.
-      expert_bias: the experts' three matrices have biases.
+      activation: a kind of ``Activation``, such as ``"silu"``, for experts gated by it and nothing
+        more; or an ``Activation``.
+      expert_bias: the routed experts' matrices have biases.
+      shared_expert_dim: S, width of the shared expert, which serves every token, its output added
+        to that of the routed ones: a dense network with the same activation in
+        ``params["shared"]``. n shared experts of width I are one of width n * I. None: there is
+        none.
+      shared_expert_gate: its output is multiplied by sigmoid(x . output_gate) (Qwen2-MoE).
       precision: of the matrix products' operands. ``"f32"``, ``"bf16"``, ``"fp8"`` (e4m3 in blocks
         of 128; on a CPU it is emulated), or ``"auto"``: decided when the function is traced, from
         the devices in use: x's own dtype on a CPU, bfloat16 on a GPU.
@@ -125,8 +186,10 @@ class MoEConfig:
     expert_dim: int | None = None
     _: dataclasses.KW_ONLY
     router: RouterConfig = RouterConfig()
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] | Activation = "silu"
     expert_bias: bool = False
+    shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
     precision: Literal["auto", "f32", "bf16", "fp8"] = "auto"
     expert_capacity_factor: float = 1.0
     overflow: Literal["rounds", "drop"] = "rounds"
@@ -149,8 +212,17 @@ class MoEConfig:
             check_integer("expert_dim", self.expert_dim, 1)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a dropless.RouterConfig; got {self.router!r}.")
-        _one_of("activation", self.activation, ACTIVATIONS)
+        if not isinstance(self.activation, Activation):
+            _one_of("activation", self.activation, ACTIVATIONS)
+        elif self.activation == Activation(self.activation.kind):
+            # One spelling of each, so that equal layers have equal configs.
+            object.__setattr__(self, "activation", self.activation.kind)
         _flag("expert_bias", self.expert_bias)
+        if self.shared_expert_dim is not None:
+            check_integer("shared_expert_dim", self.shared_expert_dim, 1)
+        _flag("shared_expert_gate", self.shared_expert_gate)
+        if self.shared_expert_gate and self.shared_expert_dim is None:
+            raise ValueError("shared_expert_gate=True needs shared_expert_dim; got None.")
         _one_of("precision", self.precision, PRECISIONS)
         _real("expert_capacity_factor", self.expert_capacity_factor, positive=True)
         _one_of("overflow", self.overflow, ("rounds", "drop"))
@@ -171,6 +243,12 @@ class MoEConfig:
             return self.expert_dim
         width = _DENSE_WIDTH * model_dim / self.experts_per_token
         return math.ceil(width / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+    @property
+    def glu(self) -> Activation:
+        """``activation`` in full."""
+        full = isinstance(self.activation, Activation)
+        return self.activation if full else Activation(self.activation)
 
     def capacity(self, tokens: int) -> int:
         """Assignments that an expert takes of T tokens; 0 means without limit."""

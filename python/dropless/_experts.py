@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
-from dropless._config import ACTIVATIONS, MoEConfig
-from dropless._params import PreparedExperts, prepare
+from dropless._config import ACTIVATIONS, Activation, MoEConfig
+from dropless._params import PreparedExperts, PreparedWeight, prepare
 from dropless._pieces import combine
 from dropless._routing import Plan
 
@@ -29,7 +30,7 @@ class Spec:
     """What is static about the experts: the config with its precision resolved."""
 
     precision: str
-    activation: str
+    activation: Activation
     wgrad_fp8: bool
     h_fp8: bool
     scale_rounding: str
@@ -43,7 +44,7 @@ class Spec:
             )
         return cls(
             precision=precision,
-            activation=cfg.activation,
+            activation=cfg.glu,
             wgrad_fp8=precision == "fp8" and cfg.wgrad_precision == "fp8",
             h_fp8=cfg.save_h == "fp8",
             scale_rounding=cfg.scale_rounding,
@@ -59,10 +60,16 @@ class Spec:
         return jnp.float32 if self.precision == "f32" else jnp.bfloat16
 
     @property
-    def attributes(self) -> dict[str, int]:
+    def attributes(self) -> dict[str, float]:
+        a = self.activation
         return {
-            "activation": ACTIVATIONS.index(self.activation),
             "scale_rounding": self.scale_rounding == "pow2",
+            "activation": ACTIVATIONS.index(a.kind),
+            "gated": a.gated,
+            "activation_slope": a.slope,
+            "gate_limit": math.inf if a.gate_limit is None else a.gate_limit,
+            "up_limit": math.inf if a.up_limit is None else a.up_limit,
+            "up_offset": a.up_offset,
         }
 
 
@@ -80,7 +87,7 @@ def experts(
       spec: static choices.
       x: [T, H] float32 or bfloat16, T > 0.
       weights: [T, K] float32.
-      params: ``gate``, ``up``, ``down`` and maybe their biases, as in ``dropless.init``.
+      params: ``gate``, ``up`` if gated, ``down`` and maybe their biases, as in ``dropless.init``.
       prepared: what the GEMMs read instead of ``params``, in ``spec.precision``; or None.
       plan: the rows' places.
 
@@ -116,17 +123,18 @@ def _forward(spec, x, weights, params, prepared, maps, *, keep_h):
     prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
     # FP8 products read weights with the contraction innermost; bfloat16 ones take either.
     gate, up, down = (
-        (w.q_t, w.scale_t) if spec.fp8 else (w.q, None)
+        (None, None) if w is None else (w.q_t, w.scale_t) if spec.fp8 else (w.q, None)
         for w in (prepared.gate, prepared.up, prepared.down)
     )
+    parts = spec.activation.parts
     h_dtype = _F8 if spec.h_fp8 else spec.wide
     with jax.named_scope("dropless_up"):
         x_operand, x_scale = _rows_operand(spec, x)
         h, h_scale, a, a_scale = call(
             "expert_up",
             [
-                ((m, 2, i), h_dtype) if keep_h else None,
-                ((m, 2, _blocks(i)), jnp.float32) if keep_h and spec.h_fp8 else None,
+                ((m, parts, i), h_dtype) if keep_h else None,
+                ((m, parts, _blocks(i)), jnp.float32) if keep_h and spec.h_fp8 else None,
                 ((m, i), x_operand.dtype),
                 ((m, _blocks(i)), jnp.float32) if spec.fp8 else None,
             ],
@@ -167,15 +175,16 @@ def _experts_bwd(spec, residuals, dy):
     x, weights, params, prepared, maps, (h, h_scale) = residuals
     offsets, slot_of_row, row_of_slot = maps
     m, i, k = slot_of_row.shape[0], params["gate"].shape[2], row_of_slot.shape[1]
+    parts = spec.activation.parts
     prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
     with jax.named_scope("dropless_down_backward"):
         dy_operand, dy_scale = _rows_operand(spec, dy)
         dh, dh_q, dh_scale, pa, d_weights = call(
             "expert_down_backward",
             [
-                ((m, 2, i), spec.wide),
-                ((m, 2, i), _F8) if spec.fp8 else None,
-                ((m, 2, _blocks(i)), jnp.float32) if spec.fp8 else None,
+                ((m, parts, i), spec.wide),
+                ((m, parts, i), _F8) if spec.fp8 else None,
+                ((m, parts, _blocks(i)), jnp.float32) if spec.fp8 else None,
                 ((m, i), spec.wide),
                 (weights.shape, jnp.float32),
             ],
@@ -188,7 +197,7 @@ def _experts_bwd(spec, residuals, dy):
             **spec.attributes,
         )
     with jax.named_scope("dropless_up_backward"):
-        gate, up = prepared.gate, prepared.up
+        gate, up = prepared.gate, prepared.up or PreparedWeight(None)
         (dx_rows,) = call(
             "expert_up_backward",
             [((m, x.shape[1]), spec.wide)],
@@ -204,8 +213,9 @@ def _experts_bwd(spec, residuals, dy):
     )
     with jax.named_scope("dropless_weight_gradients"):
         # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
-        d_gate, d_up = wgrad(
-            [(params[name].shape, params[name].dtype) for name in ("gate", "up")],
+        inward = ("gate", "up")[:parts]
+        d_inward = wgrad(
+            [*((params[name].shape, params[name].dtype) for name in inward), None][:2],
             [x.astype(spec.wide), dh, slot_of_row, offsets, None, None],
             workspace=(m, x.shape[1], dh.dtype.itemsize),
             gather=1,
@@ -216,7 +226,7 @@ def _experts_bwd(spec, residuals, dy):
             workspace=(m, dy.shape[1], pa.dtype.itemsize),
             gather=2,
         )
-        d_params = {"gate": d_gate, "up": d_up, "down": d_down}
+        d_params = {**dict(zip(inward, d_inward, strict=False)), "down": d_down}
         if "gate_bias" in params:
             d_params |= _bias_gradients(params, dh, dy, weights, maps)
     return dx, d_weights, d_params, None, None
@@ -239,7 +249,9 @@ def _bias_gradients(params, dh, dy, weights, maps):
         gather=1,
         experts_per_token=k,
     )
-    sums = {"gate_bias": d_up[:, 0], "up_bias": d_up[:, 1], "down_bias": d_down[:, 0]}
+    sums = {"gate_bias": d_up[:, 0], "down_bias": d_down[:, 0]}
+    if "up_bias" in params:
+        sums["up_bias"] = d_up[:, 1]
     return {name: total.astype(params[name].dtype) for name, total in sums.items()}
 
 

@@ -17,6 +17,8 @@ from dropless._params import check_float_dtype
 from dropless._routing import check_rows
 
 _BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
+# Names of what the shared expert does not have, or not twice.
+_ROUTED_ONLY = ("router", "x", "logits", "ids", "weights", "slot_", "row_", "offsets")
 _SCALE_BLOCK = 128  # elements that one FP8 scale covers
 
 
@@ -185,6 +187,20 @@ def explain(
         param=jnp.dtype(param_dtype).itemsize,
     )
     forward, backward = _gemms(spec, sizes, found)
+    saved = _saved(spec, sizes, jnp.dtype(dtype).name)
+    workspaces = _workspaces(spec, sizes)
+    if cfg.shared_expert_dim is not None:
+        # One expert that every token is routed to, without a router of its own.
+        alone = dataclasses.replace(sizes, k=1, e=1, i=cfg.shared_expert_dim)
+
+        def shared(items: Any) -> Any:
+            own = (o for o in items if not o.name.startswith(_ROUTED_ONLY))
+            return tuple(dataclasses.replace(o, name=f"shared expert: {o.name}") for o in own)
+
+        ahead, back = _gemms(spec, alone, found)
+        forward, backward = forward + shared(ahead), backward + shared(back)
+        saved += shared(_saved(spec, alone, "float32"))
+        workspaces += _workspaces(spec, alone)[1:]
     return Explanation(
         config=cfg,
         tokens=tokens,
@@ -196,8 +212,8 @@ def explain(
         precision_reason=_reason(cfg, precision, jnp.dtype(dtype).name, found),
         forward=forward,
         backward=backward,
-        saved=_saved(spec, sizes, jnp.dtype(dtype).name),
-        workspaces=_workspaces(spec, sizes),
+        saved=saved,
+        workspaces=workspaces,
     )
 
 
@@ -234,7 +250,7 @@ def _gemms(
     matrix = min(s.e, s.m) * s.h * s.i * operand  # one of an expert's matrices, for all in use
     saved_h = 1 if spec.h_fp8 else wide
     wgrad = "bf16" if spec.fp8 and not spec.wgrad_fp8 else spec.precision
-    product = 2 * s.m * s.h * s.i
+    product, parts = 2 * s.m * s.h * s.i, spec.activation.parts
 
     def gemm(name: str, op: str, flops: int, moved: int, kind: str = spec.precision) -> Gemm:
         kernel, tile, reason = _kernel(op, kind, device)
@@ -256,23 +272,23 @@ def _gemms(
     forward = (
         router("router", 1, terms=3),
         gemm(
-            "gate and up, activation", "expert_up", 2 * product,
-            x * operand + 2 * matrix + 2 * rows_i * saved_h + rows_i * operand,
+            "gate and up, activation", "expert_up", parts * product,
+            x * operand + parts * matrix + parts * rows_i * saved_h + rows_i * operand,
         ),
         gemm("down", "grouped_gemm", product, rows_i * operand + matrix + rows_h * wide),
     )  # fmt: skip
     backward = (
         gemm(
             "gradient through down", "expert_down_backward", product,
-            x * operand + matrix + 2 * rows_i * saved_h + 3 * rows_i * wide,
+            x * operand + matrix + parts * rows_i * saved_h + (parts + 1) * rows_i * wide,
         ),
         gemm(
-            "gradient of x", "expert_up_backward", 2 * product,
-            2 * rows_i * operand + 2 * matrix + rows_h * wide,
+            "gradient of x", "expert_up_backward", parts * product,
+            parts * rows_i * operand + parts * matrix + rows_h * wide,
         ),
         gemm(
-            "gradients of gate and up", "grouped_wgrad", 2 * product,
-            x * _BYTES[wgrad] + 2 * rows_i * _BYTES[wgrad] + 2 * s.e * s.h * s.i * s.param, wgrad,
+            "gradients of gate and up", "grouped_wgrad", parts * product,
+            x * _BYTES[wgrad] + parts * (rows_i * _BYTES[wgrad] + s.e * s.h * s.i * s.param), wgrad,
         ),
         gemm(
             "gradient of down", "grouped_wgrad", product,
@@ -311,10 +327,10 @@ def _kernel(
 
 def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
     h = "float8_e4m3fn" if spec.h_fp8 else jnp.dtype(spec.wide).name
-    arrays = [Array("x", (s.t, s.h), x), Array("h", (s.m, 2, s.i), h)]
+    parts = spec.activation.parts
+    arrays = [Array("x", (s.t, s.h), x), Array("h", (s.m, parts, s.i), h)]
     if spec.h_fp8:
-        blocks = -(-s.i // _SCALE_BLOCK)
-        arrays.append(Array("h_scale", (s.m, 2, blocks), "float32"))
+        arrays.append(Array("h_scale", (s.m, parts, -(-s.i // _SCALE_BLOCK)), "float32"))
     return (
         *arrays,
         Array("logits", (s.t, s.e), "float32"),

@@ -22,6 +22,8 @@ from dropless._params import (
 )
 from dropless._routing import Routing
 from dropless._sharding import axis_names, sharded, token_sharding
+from dropless._shared import shared_expert
+from dropless._weighted_input import experts_of_weighted_input
 
 
 @jax.tree_util.register_dataclass
@@ -135,9 +137,10 @@ def moe(
     expert_axis: str | None = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, MoEAux]:
-    """Routes every token to K of E gated experts and sums their weighted outputs; drops no token.
+    """Routes every token to K of E experts and sums their weighted outputs; drops no token.
 
-    y = sum over the chosen experts e of p_e * down_e(act(gate_e(x)) * up_e(x)). Pure: it works
+    y = sum over the chosen experts e of p_e * down_e(act(gate_e(x)) * up_e(x)), plus the output of
+    the shared expert if there is one. Pure: it works
     under jit, grad, vmap, scan, checkpoint and shard_map. Reverse mode only, and once: forward-mode
     differentiation (``jax.jvp``, ``jax.jacfwd``, ``jax.hessian``) raises JAX's error about
     ``custom_vjp``, a second gradient its error about FFI calls. Shapes are numbers: ``jax.export``
@@ -207,5 +210,16 @@ def _moe(x, mask, params, prepared, cfg, spec, axes):
         routing = _routing.route(
             logits, cfg, selection_bias=router.get("selection_bias"), mask=mask
         )
-    y = experts(spec, tokens, routing.weights, dict(params["experts"]), prepared, routing)
+    weighted_input = getattr(cfg.router, "weight_on", "output") == "input"
+    run = experts_of_weighted_input if weighted_input else experts
+    y = run(spec, tokens, routing.weights, dict(params["experts"]), prepared, routing)
+    if "shared" in params:
+        with jax.named_scope("dropless_shared"):
+            shared, output_gate = params["shared"], params["shared"].get("output_gate")
+            gate_logits = None
+            if output_gate is not None:
+                operands = (tokens, output_gate, None, mask)
+                gate_logits = _router_logits(*_routing.unify_axes(operands))
+            shared_prepared = None if prepared is None else prepared.shared
+            y += shared_expert(spec, tokens, gate_logits, mask, shared, shared_prepared)
     return y.reshape(x.shape), _aux(routing, axes)

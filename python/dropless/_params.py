@@ -17,6 +17,7 @@ STATE_NAMES = frozenset({"selection_bias"})
 
 PARAM_DTYPES = (jnp.float32, jnp.bfloat16)
 MATRICES = ("gate", "up", "down")
+SHARED_MATRICES = (*MATRICES, "output_gate")
 
 Params = Mapping[str, Mapping[str, jax.Array]]
 
@@ -47,7 +48,17 @@ def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[in
     experts = {"gate": (e, h, i), "up": (e, h, i), "down": (e, i, h)}
     if cfg.expert_bias:
         experts |= {"gate_bias": (e, i), "up_bias": (e, i), "down_bias": (e, h)}
-    return {"router": router, "experts": experts}
+    shapes = {"router": router, "experts": experts}
+    if cfg.shared_expert_dim is not None:
+        s = cfg.shared_expert_dim
+        shapes["shared"] = {"gate": (h, s), "up": (h, s), "down": (s, h)}
+        if cfg.shared_expert_gate:
+            shapes["shared"]["output_gate"] = (h, 1)
+    if not cfg.glu.gated:
+        for leaves in shapes.values():
+            leaves.pop("up", None)
+            leaves.pop("up_bias", None)
+    return shapes
 
 
 def init(
@@ -62,7 +73,9 @@ def init(
 
     ``router``: ``kernel [H,E]``, and as configured ``bias [E]``, ``selection_bias [E]`` (float32).
     ``experts``: ``gate [E,H,I]``, ``up [E,H,I]``, ``down [E,I,H]``, and as configured ``gate_bias
-    [E,I]``, ``up_bias [E,I]``, ``down_bias [E,H]``. Biases start at zero.
+    [E,I]``, ``up_bias [E,I]``, ``down_bias [E,H]``. ``shared``, as configured: ``gate [H,S]``, ``up
+    [H,S]``, ``down [S,H]``, ``output_gate [H,1]``. Experts that are not gated have no ``up``.
+    Biases start at zero.
 
     Args:
       key: a PRNG key.
@@ -95,13 +108,17 @@ def init(
 
     split = jax.random.split
     shapes = param_shapes(model_dim, cfg)
+    # Keys do not depend on what else a config has, so that equal matrices start equal.
     router_key, *keys = split(key, 1 + len(MATRICES))
-    experts = {
-        name: matrices(k, shapes["experts"][name]) for name, k in zip(MATRICES, keys, strict=True)
+    shared_keys = split(jax.random.fold_in(key, 1), len(SHARED_MATRICES))
+    keys = {
+        "router": {"kernel": router_key},
+        "experts": dict(zip(MATRICES, keys, strict=True)),
+        "shared": dict(zip(SHARED_MATRICES, shared_keys, strict=True)),
     }
     params = {
-        "router": {"kernel": matrices(router_key, shapes["router"]["kernel"])},
-        "experts": experts,
+        group: {n: matrices(k, leaves[n]) for n, k in keys[group].items() if n in leaves}
+        for group, leaves in shapes.items()
     }
     for group, leaves in shapes.items():
         for name, shape in leaves.items():
@@ -117,7 +134,7 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
         raise TypeError(
             f"params must be a dict as dropless.init makes it; got {type(params).__name__}."
         )
-    for group in ("router", "experts"):
+    for group in ("router", "experts", "shared"):
         if not isinstance(params.get(group, {}), Mapping):
             raise TypeError(
                 f'params["{group}"] must be a dict of arrays; got {type(params[group]).__name__}.'
@@ -150,12 +167,13 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
                     f"I = {shapes['experts']['gate'][2]}); got {jnp.shape(leaf)}."
                 )
             check_float_dtype(label, leaf.dtype)
-    experts = params["experts"]
-    if experts["gate"].dtype != experts["up"].dtype:
-        raise TypeError(
-            f'params["experts"]["gate"] and ["up"] must have one dtype; got '
-            f"{experts['gate'].dtype.name} and {experts['up'].dtype.name}."
-        )
+    for group in ("experts", "shared"):
+        leaves = params[group] if group in shapes else {}
+        if "up" in leaves and leaves["gate"].dtype != leaves["up"].dtype:
+            raise TypeError(
+                f'params["{group}"]["gate"] and ["up"] must have one dtype; got '
+                f"{leaves['gate'].dtype.name} and {leaves['up'].dtype.name}."
+            )
     return shapes["experts"]["gate"][2]
 
 
@@ -198,14 +216,16 @@ class PreparedExperts:
     No gradient flows to it: ``moe`` sends gradients to the parameters it was made from.
 
     Attributes:
-      gate, up, down: the three stacks of matrices.
+      gate, up, down: the stacks of matrices; up is None for experts that are not gated.
+      shared: the shared expert's, with E = 1; None without one.
       precision: ``"f32"``, ``"bf16"`` or ``"fp8"``.
       scale_rounding: of FP8 scales.
     """
 
     gate: PreparedWeight
-    up: PreparedWeight
+    up: PreparedWeight | None
     down: PreparedWeight
+    shared: PreparedExperts | None
     precision: str = dataclasses.field(metadata={"static": True})
     scale_rounding: str = dataclasses.field(metadata={"static": True})
 
@@ -240,9 +260,17 @@ def _prepared_arrays(
 def prepare(
     experts: Mapping[str, jax.Array], precision: str, scale_rounding: str
 ) -> PreparedExperts:
-    """``prepare_experts`` in a resolved precision."""
-    gate, up, down = (prepare_weight(experts[name], precision, scale_rounding) for name in MATRICES)
-    return PreparedExperts(gate, up, down, precision, scale_rounding)
+    """``prepare_experts`` of one group of params, in a resolved precision."""
+    gate, up, down = (
+        prepare_weight(experts[name], precision, scale_rounding) if name in experts else None
+        for name in MATRICES
+    )
+    return PreparedExperts(gate, up, down, None, precision, scale_rounding)
+
+
+def shared_as_experts(shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The shared expert's matrices as those of one expert, [1, in, out]."""
+    return {name: shared[name][None] for name in MATRICES if name in shared}
 
 
 def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
@@ -265,10 +293,14 @@ def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
         came = "nothing" if kernel is None else getattr(kernel, "shape", type(kernel).__name__)
         raise ValueError(f'params["router"]["kernel"] must be an array [H, E]; got {came}.')
     check_params(params, cfg, kernel.shape[0])
-    experts = jax.lax.stop_gradient({name: params["experts"][name] for name in MATRICES})
-    gate = experts["gate"]
+    params = jax.lax.stop_gradient(params)
+    gate = params["experts"]["gate"]
     precision = resolve_precision(cfg, gate.dtype, device_in_use(gate))
-    return prepare(experts, precision, cfg.scale_rounding)
+    prepared = prepare(params["experts"], precision, cfg.scale_rounding)
+    if "shared" not in params:
+        return prepared
+    shared = prepare(shared_as_experts(params["shared"]), precision, cfg.scale_rounding)
+    return dataclasses.replace(prepared, shared=shared)
 
 
 def check_prepared(
@@ -289,15 +321,26 @@ def check_prepared(
             f'prepared was made with scale_rounding="{prepared.scale_rounding}", but the config '
             f'says "{cfg.scale_rounding}". Prepare again with this config.'
         )
+    _check_prepared_shapes("prepared", prepared, params["experts"], precision)
+    if "shared" in params:
+        shared = shared_as_experts(params["shared"])
+        _check_prepared_shapes("prepared.shared", prepared.shared, shared, precision)
+
+
+def _check_prepared_shapes(
+    label: str, prepared: PreparedExperts | None, experts: Mapping[str, Any], precision: str
+) -> None:
     for name in MATRICES:
-        weight, like = getattr(prepared, name), params["experts"][name].shape
+        if name not in experts:
+            continue
+        weight, like = getattr(prepared, name, None), experts[name].shape
         for part, (shape, dtype) in _prepared_arrays(like, precision).items():
-            have = getattr(weight, part)
+            have = getattr(weight, part, None)
             came = (getattr(have, "shape", None), getattr(have, "dtype", None))
             if came != (shape, dtype):
                 raise ValueError(
-                    f"prepared.{name}.{part} must be {jnp.dtype(dtype).name}{list(shape)} for "
-                    f'params["experts"]["{name}"] of shape {like}; got '
+                    f"{label}.{name}.{part} must be {jnp.dtype(dtype).name}{list(shape)} for "
+                    f"parameters of shape {like}; got "
                     f"{type(have).__name__ if None in came else f'{came[1]}{list(came[0])}'}. "
                     f"Prepare again."
                 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dropless._config import MoEConfig, RouterConfig
+from dropless._config import Activation, MoEConfig, RouterConfig
 from dropless._layer_options import check_dropout
 from dropless._moe import moe
 from dropless._params import STATE_NAMES, init, param_shapes
@@ -73,8 +73,10 @@ class MoELayer(nn.Module):
     experts_per_token: int = 2
     expert_dim: int | None = None
     router: RouterConfig = RouterConfig()
-    activation: str = "silu"
+    activation: str | Activation = "silu"
     expert_bias: bool = False
+    shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
     precision: str = "auto"
     expert_capacity_factor: float = 1.0
     overflow: str = "rounds"

@@ -1,5 +1,6 @@
 #include "dropless/experts.h"
 
+#include <cmath>
 #include <string>
 
 #include "core/checker.h"
@@ -7,11 +8,31 @@
 namespace dropless {
 namespace {
 
+// Also gives the letter P its value.
 void check_activation(Checker& c, const ActivationOptions& activation) {
   const int kind = static_cast<int>(activation.kind);
-  c.that(kind >= 0 && kind <= 2,
-         "'activation' must be 0 (silu), 1 (gelu) or 2 (gelu_tanh), got " + std::to_string(kind));
+  c.that(kind >= 0 && kind <= 4,
+         "'activation' must be 0 (silu), 1 (gelu), 2 (gelu_tanh), 3 (relu) or 4 (relu_squared), "
+         "got " +
+             std::to_string(kind));
+  const auto number = [](float value) { return std::to_string(value); };
+  c.that(activation.slope > 0 && activation.slope < kNoLimit,
+         "'activation_slope' must be positive and finite, got " + number(activation.slope));
+  c.that(activation.kind == ActivationKind::kSilu || activation.slope == 1.0f,
+         "'activation_slope' is of silu only and must be 1 otherwise, got " +
+             number(activation.slope));
+  c.that(activation.gate_limit > 0,
+         "'gate_limit' must be positive, got " + number(activation.gate_limit));
+  c.that(activation.up_limit > 0,
+         "'up_limit' must be positive, got " + number(activation.up_limit));
+  c.that(std::isfinite(activation.up_offset),
+         "'up_offset' must be finite, got " + number(activation.up_offset));
+  c.that(activation.gated || (activation.up_limit == kNoLimit && activation.up_offset == 0.0f),
+         "'up_limit' and 'up_offset' are of gated experts only");
+  c.let("P", activation.parts());
 }
+
+constexpr const char* kUngated = "used only when gated";
 
 void let_scale_blocks(Checker& c) {
   c.let("ceil(H/128)", ceil_div(c.value("H"), kScaleBlock));
@@ -21,12 +42,12 @@ void let_scale_blocks(Checker& c) {
 // Pre-activations as expert_up stores them for operands of dtype `operands`.
 void check_h(Checker& c, DType operands, const ConstTensor& h, const ConstTensor& h_scale) {
   if (operands == DType::kF32) {
-    c.require("h", h, {DType::kF32}, {"M", "2", "I"});
+    c.require("h", h, {DType::kF32}, {"M", "P", "I"});
   } else {
-    c.require("h", h, {DType::kBF16, DType::kF8E4M3}, {"M", "2", "I"});
+    c.require("h", h, {DType::kBF16, DType::kF8E4M3}, {"M", "P", "I"});
   }
   if (h.dtype == DType::kF8E4M3) {
-    c.require("h_scale", h_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+    c.require("h_scale", h_scale, {DType::kF32}, {"M", "P", "ceil(I/128)"});
   } else {
     c.absent("h_scale", h_scale, "used only when h is float8_e4m3fn");
   }
@@ -52,7 +73,13 @@ Status check(const ExpertUpArgs& args) {
       : c.require(name, w, {operands}, {"E", "H", "I"});
   };
   weight("gate", args.gate);
-  weight("up", args.up);
+  if (args.activation.gated) {
+    weight("up", args.up);
+  } else {
+    c.absent("up", args.up, kUngated);
+    c.absent("up_scale", args.up_scale, kUngated);
+    c.absent("up_bias", args.up_bias, kUngated);
+  }
   let_scale_blocks(c);
   if (operands == DType::kF8E4M3) {
     c.require("x_scale", args.x_scale, {DType::kF32}, {"T", "ceil(H/128)"});
@@ -61,7 +88,7 @@ Status check(const ExpertUpArgs& args) {
         : c.require(name, s, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
     };
     scale("gate_scale", args.gate_scale);
-    scale("up_scale", args.up_scale);
+    if (args.activation.gated) scale("up_scale", args.up_scale);
   } else {
     c.absent("x_scale", args.x_scale, "used only when x is float8_e4m3fn");
     c.absent("gate_scale", args.gate_scale, "used only when gate is float8_e4m3fn");
@@ -105,10 +132,10 @@ Status check(const ExpertDownBackwardArgs& args) {
   c.require("weights", args.weights, {DType::kF32}, {"T", "K"});
   check_offsets(c, args.offsets);
   c.require("slot_of_row", args.slot_of_row, {DType::kI32}, {"M"});
-  c.require("dh", args.dh, {result}, {"M", "2", "I"});
+  c.require("dh", args.dh, {result}, {"M", "P", "I"});
   if (args.dh_q.given()) {
-    c.require("dh_q", args.dh_q, {DType::kF8E4M3}, {"M", "2", "I"});
-    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+    c.require("dh_q", args.dh_q, {DType::kF8E4M3}, {"M", "P", "I"});
+    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "P", "ceil(I/128)"});
   } else {
     c.absent("dh_scale", args.dh_scale, "used only with dh_q");
   }
@@ -120,14 +147,19 @@ Status check(const ExpertDownBackwardArgs& args) {
 Status check(const ExpertUpBackwardArgs& args) {
   Checker c("expert_up_backward");
   const DType operands = args.dh.dtype;
-  c.require("dh", args.dh, {DType::kF32, DType::kBF16, DType::kF8E4M3}, {"M", "2", "I"});
+  c.let("P", args.up.given() ? 2 : 1);
+  c.require("dh", args.dh, {DType::kF32, DType::kBF16, DType::kF8E4M3}, {"M", "P", "I"});
   c.require("gate", args.gate, {operands}, {"E", "H", "I"});
-  c.require("up", args.up, {operands}, {"E", "H", "I"});
+  c.optional("up", args.up, {operands}, {"E", "H", "I"});
   let_scale_blocks(c);
   if (operands == DType::kF8E4M3) {
-    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "2", "ceil(I/128)"});
+    c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "P", "ceil(I/128)"});
     c.require("gate_scale", args.gate_scale, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
-    c.require("up_scale", args.up_scale, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
+    if (args.up.given()) {
+      c.require("up_scale", args.up_scale, {DType::kF32}, {"E", "ceil(H/128)", "ceil(I/128)"});
+    } else {
+      c.absent("up_scale", args.up_scale, "used only with up");
+    }
   } else {
     c.absent("dh_scale", args.dh_scale, "used only when dh is float8_e4m3fn");
     c.absent("gate_scale", args.gate_scale, "used only when gate is float8_e4m3fn");

@@ -25,7 +25,7 @@ class ExpertDownBackward final : public RowGemm {
     const int64_t element = size_of(args_.h.dtype);
     for (int i = 0; i < strip.rows; ++i) {
       const int64_t row = first_row(strip.group) + strip.m0 + i;
-      for (int64_t part = row * 2; part < row * 2 + 2; ++part) {
+      for (int64_t part = row * parts(); part < (row + 1) * parts(); ++part) {
         prefetch_bytes(args_.h.as<char>() + row_index(part, strip.n0 + j, n) * element,
                        cols * element);
         prefetch_columns(args_.dh, part, n, strip.n0 + j, cols);
@@ -62,6 +62,7 @@ class ExpertDownBackward final : public RowGemm {
   }
 
  private:
+  int64_t parts() const { return args_.activation.parts(); }
   int64_t slot(int64_t row) const { return args_.slot_of_row.as<int32_t>()[row]; }
   int64_t token(int64_t row) const {
     return token_of_slot(slot(row), args_.weights.dims[1], args_.dy.dims[0]);
@@ -74,22 +75,22 @@ class ExpertDownBackward final : public RowGemm {
     const bool used = token(row) >= 0;  // a row of no slot has zero gradients, whatever h holds
     GluBackwardRow glu{};
     glu.d_a = d_a;
-    glu.h_gate = read_h(row * 2 + 0, i0, count, used, h_gate);
-    glu.h_up = read_h(row * 2 + 1, i0, count, used, h_up);
+    glu.h_gate = read_h(row * parts(), i0, count, used, h_gate);
+    if (parts() == 2) glu.h_up = read_h(row * 2 + 1, i0, count, used, h_up);
     glu.weight = used ? args_.weights.as<float>()[slot(row)] : 0.0f;
     glu.n = count;
-    glu.activation = static_cast<int>(args_.activation.kind);
+    glu.options = glu_options(args_.activation);
     glu.dh_gate = h_gate;  // each element is read before it is written
     glu.dh_up = h_up;
     glu.pa = pa;
     partials_[row * blocks() + i0 / kScaleBlock] = ops().glu_backward(glu);
     write_values(ops(), args_.pa, row_index(row, i0, n), pa, count);
-    for (int part = 0; part < 2; ++part) {
+    for (int64_t part = 0; part < parts(); ++part) {
       const float* dh = part == 0 ? h_gate : h_up;
-      const int64_t index = row_index(row * 2 + part, i0, n);
+      const int64_t index = row_index(row * parts() + part, i0, n);
       write_values(ops(), args_.dh, index, dh, count);
       if (args_.dh_q.given()) {
-        args_.dh_scale.as<float>()[row_scale_index(row * 2 + part, i0, n)] =
+        args_.dh_scale.as<float>()[row_scale_index(row * parts() + part, i0, n)] =
             write_e4m3(ops(), args_.dh_q, index, dh, count, args_.scale_rounding);
       }
     }

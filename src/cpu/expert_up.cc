@@ -8,7 +8,7 @@ namespace dropless::cpu {
 namespace {
 
 // gate and up are two n-segments that share the gathered rows of x, so that both halves of h meet
-// in one strip and A is computed where they are.
+// in one strip and A is computed where they are. Experts that are not gated have one.
 class ExpertUp final : public RowGemm {
  public:
   explicit ExpertUp(const ExpertUpArgs& args)
@@ -16,14 +16,16 @@ class ExpertUp final : public RowGemm {
                 args.offsets, args.a.dims[0]),
         args_(args) {
     add_matrix(args.gate, args.gate_scale, args.weights_transposed);
-    add_matrix(args.up, args.up_scale, args.weights_transposed);
-    n_segments = 2;
+    if (args.activation.gated) add_matrix(args.up, args.up_scale, args.weights_transposed);
+    n_segments = static_cast<int>(parts());
   }
 
   void prefetch_store(const GemmStrip& strip, int segment, int64_t j, int64_t cols) const override {
     for (int i = 0; i < strip.rows; ++i) {
       const int64_t row = first_row(strip.group) + strip.m0 + i;
-      if (args_.h.given()) prefetch_columns(args_.h, row * 2 + segment, n, strip.n0 + j, cols);
+      if (args_.h.given()) {
+        prefetch_columns(args_.h, row * parts() + segment, n, strip.n0 + j, cols);
+      }
       if (segment == 0) prefetch_columns(args_.a, row, n, strip.n0 + j, cols);
     }
   }
@@ -40,7 +42,9 @@ class ExpertUp final : public RowGemm {
   }
 
  private:
-  // Columns [i0, i0 + count) of one row, one block of scales.
+  int64_t parts() const { return args_.activation.parts(); }
+
+  // Columns [i0, i0 + count) of one row, one block of scales. `up` is read only if gated.
   void store_block(int64_t e, int64_t row, int64_t i0, int64_t count, float* gate,
                    float* up) const {
     alignas(64) float a[kScaleBlock];
@@ -50,13 +54,13 @@ class ExpertUp final : public RowGemm {
     glu.gate_bias = bias(args_.gate_bias, e, i0);
     glu.up_bias = bias(args_.up_bias, e, i0);
     glu.n = count;
-    glu.activation = static_cast<int>(args_.activation.kind);
+    glu.options = glu_options(args_.activation);
     glu.round_bf16 = args_.x.dtype != DType::kF32;
     glu.a = a;
     ops().glu_forward(glu);
     if (args_.h.given()) {
-      write(args_.h, args_.h_scale, row * 2 + 0, i0, gate, count);
-      write(args_.h, args_.h_scale, row * 2 + 1, i0, up, count);
+      write(args_.h, args_.h_scale, row * parts(), i0, gate, count);
+      if (parts() == 2) write(args_.h, args_.h_scale, row * 2 + 1, i0, up, count);
     }
     write(args_.a, args_.a_scale, row, i0, a, count);
   }

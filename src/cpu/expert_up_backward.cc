@@ -5,15 +5,16 @@
 namespace dropless::cpu {
 namespace {
 
-// dx = [dh_gate | dh_up] @ [gate | up]^T: one product over a contraction of 2 I, in two segments.
+// dx = [dh_gate | dh_up] @ [gate | up]^T: one product over a contraction of 2 I, in two segments;
+// one if there is no up.
 class ExpertUpBackward final : public RowGemm {
  public:
   explicit ExpertUpBackward(const ExpertUpBackwardArgs& args)
       : RowGemm(RowSource(args.dh), args.dh_scale, args.offsets, args.dh.dims[0]), args_(args) {
     // [E, H, I] is the transposed form of the [I, H] factor.
     add_matrix(args.gate, args.gate_scale, true);
-    add_matrix(args.up, args.up_scale, true);
-    k_segments = 2;
+    if (args.up.given()) add_matrix(args.up, args.up_scale, true);
+    k_segments = args.up.given() ? 2 : 1;
   }
 
   void prefetch_store(const GemmStrip& strip, int, int64_t j, int64_t cols) const override {

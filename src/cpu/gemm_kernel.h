@@ -47,15 +47,26 @@ struct GemmKernel {
                    bool accumulate);
 };
 
-// What a gated activation reads and writes for n <= 128 columns of one row; all pointers to n
-// floats.
+// ActivationOptions without its inline members.
+struct GluOptions {
+  int kind;
+  bool gated;
+  bool plain;  // gated, and the numbers below are those that change nothing
+  float slope;
+  float gate_limit;
+  float up_limit;
+  float up_offset;
+};
+
+// What an activation reads and writes for n <= 128 columns of one row; all pointers to n floats,
+// those of up not used unless gated.
 struct GluForwardRow {
   const float* gate;
   const float* up;
   const float* gate_bias;  // may be null
   const float* up_bias;    // may be null
   int64_t n;
-  int activation;   // ActivationKind
+  GluOptions options;
   bool round_bf16;  // A is computed from h rounded to bfloat16
   float* h_gate;    // not rounded; may be `gate`
   float* h_up;
@@ -68,7 +79,7 @@ struct GluBackwardRow {
   const float* h_up;
   float weight;  // p
   int64_t n;
-  int activation;
+  GluOptions options;
   float* dh_gate;
   float* dh_up;
   float* pa;

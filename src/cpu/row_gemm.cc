@@ -164,6 +164,16 @@ void RowGemm::pack_b(const GemmKernel& kernel, const GemmGroup& group, int segme
   }
 }
 
+GluOptions glu_options(const ActivationOptions& activation) {
+  return {static_cast<int>(activation.kind),
+          activation.gated,
+          activation.plain(),
+          activation.slope,
+          activation.gate_limit,
+          activation.up_limit,
+          activation.up_offset};
+}
+
 void clear_rows_outside(const ConstTensor& offsets, const Tensor& out) {
   if (!out.given()) return;
   const int64_t rows = out.dims[0];

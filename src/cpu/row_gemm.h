@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/gemm_driver.h"
+#include "dropless/experts.h"
 #include "dropless/types.h"
 
 namespace dropless::cpu {
@@ -80,6 +81,9 @@ class RowGemm : public GemmProblem {
   bool transposed_ = false;
   int64_t k_ = 0;
 };
+
+// As the row operations take it.
+GluOptions glu_options(const ActivationOptions& activation);
 
 // Zeros the rows of `out` [M, ...] that belong to no expert; scales of float8 outputs become 1, as
 // those of any all-zero block.

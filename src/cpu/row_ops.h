@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/gemm_kernel.h"
+#include "cpu/glu_ops.h"
 #include "cpu/vector_math.h"
 
 #pragma GCC diagnostic push
@@ -12,14 +13,6 @@
 
 namespace dropless::cpu {
 namespace {
-
-// Calls body(offset, count) with count == kLanes, then once with what is left.
-template <class Body>
-DROPLESS_INLINE void for_vectors(int64_t n, Body body) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) body(i, int64_t{kLanes});
-  if (i < n) body(i, n - i);
-}
 
 void f32_to_bf16(const float* x, uint16_t* y, int64_t n) {
   for_vectors(n, [=](int64_t i, int64_t c) { put(y + i, narrow_bf16(get<VF>(x + i, c)), c); });
@@ -64,91 +57,6 @@ void add_scaled(const float* t, int64_t ldt, const float* a_scale, const float* 
       store(c + n, fma(load<VF>(t + n) * scale, load<VF>(b_scale + n), load<VF>(c + n)));
     }
   }
-}
-
-// ---- Gated activations
-
-enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind
-
-struct Activated {
-  VF value;
-  VF slope;
-};
-
-// The cumulative normal distribution and its density by libm; GELU by erf is rare, and its tail
-// needs erfc.
-DROPLESS_INLINE Activated gelu(VF z) {
-  float in[kLanes], value[kLanes], slope[kLanes];
-  store(in, z);
-  for (int i = 0; i < kLanes; ++i) {
-    const float phi = 0.5f * __builtin_erfcf(-in[i] * 0.70710678118654752f);
-    const float density = 0.39894228040143268f * __builtin_expf(-0.5f * in[i] * in[i]);
-    value[i] = in[i] * phi;
-    slope[i] = phi + in[i] * density;
-  }
-  return {load<VF>(value), load<VF>(slope)};
-}
-
-template <int kKind>
-DROPLESS_INLINE Activated activate(VF z) {
-  if constexpr (kKind == kGelu) {
-    return gelu(z);
-  } else if constexpr (kKind == kSilu) {
-    const VF s = sigmoid(z);
-    return {z * s, s * fma(z, 1.0f - s, 1.0f)};
-  } else {
-    // 0.5 (1 + tanh w) = sigmoid(2 w) with w = sqrt(2 / pi) (z + 0.044715 z^3).
-    const VF square = z * z;
-    const VF s = sigmoid(
-        z * fma(square, splat(2 * 0.79788456080286536f * 0.044715f), 2 * 0.79788456080286536f));
-    const VF twice_dw =
-        fma(square, splat(6 * 0.79788456080286536f * 0.044715f), 2 * 0.79788456080286536f);
-    return {z * s, s * fma(z * (1.0f - s), twice_dw, 1.0f)};
-  }
-}
-
-template <int kKind>
-void glu_forward_as(const GluForwardRow& row) {
-  for_vectors(row.n, [&](int64_t i, int64_t c) {
-    VF g = get<VF>(row.gate + i, c), u = get<VF>(row.up + i, c);
-    if (row.gate_bias != nullptr) g += get<VF>(row.gate_bias + i, c);
-    if (row.up_bias != nullptr) u += get<VF>(row.up_bias + i, c);
-    put(row.h_gate + i, g, c);
-    put(row.h_up + i, u, c);
-    if (row.round_bf16) {
-      g = round_bf16(g);
-      u = round_bf16(u);
-    }
-    put(row.a + i, activate<kKind>(g).value * u, c);
-  });
-}
-
-void glu_forward(const GluForwardRow& row) {
-  if (row.activation == kSilu) return glu_forward_as<kSilu>(row);
-  if (row.activation == kGelu) return glu_forward_as<kGelu>(row);
-  glu_forward_as<kGeluTanh>(row);
-}
-
-template <int kKind>
-float glu_backward_as(const GluBackwardRow& row) {
-  VF total{};
-  for_vectors(row.n, [&](int64_t i, int64_t c) {
-    const VF d_raw = get<VF>(row.d_a + i, c), u = get<VF>(row.h_up + i, c);
-    const Activated act = activate<kKind>(get<VF>(row.h_gate + i, c));
-    const VF a = act.value * u;
-    const VF d_a = d_raw * row.weight;
-    total = fma(d_raw, a, total);  // lanes past the row's end are 0 * (act(0) * 0)
-    put(row.dh_gate + i, d_a * u * act.slope, c);
-    put(row.dh_up + i, d_a * act.value, c);
-    put(row.pa + i, a * row.weight, c);
-  });
-  return sum(total);
-}
-
-float glu_backward(const GluBackwardRow& row) {
-  if (row.activation == kSilu) return glu_backward_as<kSilu>(row);
-  if (row.activation == kGelu) return glu_backward_as<kGelu>(row);
-  return glu_backward_as<kGeluTanh>(row);
 }
 
 // ---- FP8

@@ -82,6 +82,14 @@ DROPLESS_INLINE void put(T* p, V v, int64_t count) {
   count == kLanes ? store(p, v) : store_some(p, v, count);
 }
 
+// Calls body(offset, count) with count == kLanes, then once with what is left.
+template <class Body>
+DROPLESS_INLINE void for_vectors(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, int64_t{kLanes});
+  if (i < n) body(i, n - i);
+}
+
 DROPLESS_INLINE VF min(VF a, VF b) { return a < b ? a : b; }
 DROPLESS_INLINE VF max(VF a, VF b) { return a > b ? a : b; }
 DROPLESS_INLINE VF abs(VF x) { return floats(bits(x) & 0x7fffffffu); }

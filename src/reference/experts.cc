@@ -42,14 +42,16 @@ Status expert_up(const ExpertUpArgs& args) {
   const int64_t rows = args.a.dims[0];    // M
   const int64_t hidden = args.a.dims[1];  // I
   const int64_t num_experts = args.gate.dims[0];
-  Values h(rows * 2 * hidden, 0.0);  // [M, 2, I]
-  Values a(rows * hidden, 0.0);      // [M, I]
+  const int64_t parts = args.activation.parts();  // P
+  Values h(rows * parts * hidden, 0.0);           // [M, P, I]
+  Values a(rows * hidden, 0.0);                   // [M, I]
 
   for (int64_t e = 0; e < num_experts; ++e) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
     if (range.size() == 0) continue;
     const Values w_gate = matrix_values(args.gate, args.gate_scale, e, args.weights_transposed);
-    const Values w_up = matrix_values(args.up, args.up_scale, e, args.weights_transposed);
+    Values w_up;
+    if (parts == 2) w_up = matrix_values(args.up, args.up_scale, e, args.weights_transposed);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const int64_t token =
           token_of_slot(args.slot_of_row.as<int32_t>()[row], args.experts_per_token, tokens);
@@ -58,18 +60,18 @@ Status expert_up(const ExpertUpArgs& args) {
       if (token >= 0) {
         const Values x = row_values(args.x, args.x_scale, token, width);
         add_product(x, w_gate, gate);
-        add_product(x, w_up, up);
+        if (parts == 2) add_product(x, w_up, up);
       }
       for (int64_t i = 0; i < hidden; ++i) {
-        h[(row * 2 + 0) * hidden + i] = gate[i];
-        h[(row * 2 + 1) * hidden + i] = up[i];
-        a[row * hidden + i] = activation(args.activation.kind, round_h(gate[i], args.x.dtype)) *
-                              round_h(up[i], args.x.dtype);
+        h[row * parts * hidden + i] = gate[i];
+        if (parts == 2) h[(row * 2 + 1) * hidden + i] = up[i];
+        a[row * hidden + i] =
+            glu(args.activation, round_h(gate[i], args.x.dtype), round_h(up[i], args.x.dtype)).a;
       }
     }
   }
   if (args.h.given()) {
-    Status status = write_rows(h, rows * 2, hidden, args.scale_rounding, args.h, args.h_scale);
+    Status status = write_rows(h, rows * parts, hidden, args.scale_rounding, args.h, args.h_scale);
     if (!status.ok()) return status;
   }
   return write_rows(a, rows, hidden, args.scale_rounding, args.a, args.a_scale);
@@ -83,8 +85,9 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) {
   const int64_t hidden = args.h.dims[2];  // I
   const int64_t per_token = args.weights.dims[1];
   const int64_t num_experts = args.down.dims[0];
-  Values dh(rows * 2 * hidden, 0.0);  // [M, 2, I]
-  Values pa(rows * hidden, 0.0);      // [M, I]
+  const int64_t parts = args.activation.parts();  // P
+  Values dh(rows * parts * hidden, 0.0);          // [M, P, I]
+  Values pa(rows * hidden, 0.0);                  // [M, I]
   for (int64_t slot = 0; slot < args.d_weights.size(); ++slot) store(args.d_weights, slot, 0.0);
 
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -98,34 +101,35 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) {
       if (token < 0) continue;
       const double p = load(args.weights, slot);
       const Values dy = row_values(args.dy, args.dy_scale, token, width);
-      const Values gate = row_values(args.h, args.h_scale, row * 2 + 0, hidden);
-      const Values up = row_values(args.h, args.h_scale, row * 2 + 1, hidden);
+      const Values gate = row_values(args.h, args.h_scale, row * parts, hidden);
+      Values up(hidden, 0.0);
+      if (parts == 2) up = row_values(args.h, args.h_scale, row * 2 + 1, hidden);
       Values da(hidden, 0.0);  // of A, before p
       add_product(dy, down_transposed, da);
       double d_weight = std::inner_product(dy.begin(), dy.end(), down_bias.begin(), 0.0);
       for (int64_t i = 0; i < hidden; ++i) {
-        const double act = activation(args.activation.kind, gate[i]);
-        const double slope = activation_derivative(args.activation.kind, gate[i]);
-        dh[(row * 2 + 0) * hidden + i] = p * da[i] * up[i] * slope;
-        dh[(row * 2 + 1) * hidden + i] = p * da[i] * act;
-        pa[row * hidden + i] = p * act * up[i];
-        d_weight += da[i] * act * up[i];
+        const GluValue value = glu(args.activation, gate[i], up[i]);
+        dh[row * parts * hidden + i] = p * da[i] * value.d_gate;
+        if (parts == 2) dh[(row * 2 + 1) * hidden + i] = p * da[i] * value.d_up;
+        pa[row * hidden + i] = p * value.a;
+        d_weight += da[i] * value.a;
       }
       store(args.d_weights, slot, d_weight);
     }
   }
   const ScaleRounding rounding = args.scale_rounding;
   if (args.dh_q.given()) {
-    Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh_q, args.dh_scale);
+    Status status = write_rows(dh, rows * parts, hidden, rounding, args.dh_q, args.dh_scale);
     if (!status.ok()) return status;
   }
-  Status status = write_rows(dh, rows * 2, hidden, rounding, args.dh, Tensor());
+  Status status = write_rows(dh, rows * parts, hidden, rounding, args.dh, Tensor());
   return status.ok() ? write_rows(pa, rows, hidden, rounding, args.pa, Tensor()) : status;
 }
 
 Status expert_up_backward(const ExpertUpBackwardArgs& args) {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.dh.dims[0];     // M
+  const int64_t parts = args.dh.dims[1];    // P
   const int64_t hidden = args.dh.dims[2];   // I
   const int64_t width = args.gate.dims[1];  // H
   const int64_t num_experts = args.gate.dims[0];
@@ -134,11 +138,14 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
     if (range.size() == 0) continue;
     const Values gate_transposed = matrix_values(args.gate, args.gate_scale, e, true);  // [I, H]
-    const Values up_transposed = matrix_values(args.up, args.up_scale, e, true);
+    Values up_transposed;
+    if (parts == 2) up_transposed = matrix_values(args.up, args.up_scale, e, true);
     for (int64_t row = range.begin; row < range.end; ++row) {
       Values dx(width, 0.0);
-      add_product(row_values(args.dh, args.dh_scale, row * 2 + 0, hidden), gate_transposed, dx);
-      add_product(row_values(args.dh, args.dh_scale, row * 2 + 1, hidden), up_transposed, dx);
+      add_product(row_values(args.dh, args.dh_scale, row * parts, hidden), gate_transposed, dx);
+      if (parts == 2) {
+        add_product(row_values(args.dh, args.dh_scale, row * 2 + 1, hidden), up_transposed, dx);
+      }
       for (int64_t k = 0; k < width; ++k) store(args.dx_rows, row_index(row, k, width), dx[k]);
     }
   }

@@ -230,6 +230,18 @@ TEST(Check, Experts) {
   down = down_backward_args();
   down.activation.kind = static_cast<ActivationKind>(9);
   expect_error(down, {"'activation'", "got 9"});
+  down = down_backward_args();
+  down.activation = {ActivationKind::kGelu, true, 1.702f};
+  expect_error(down, {"'activation_slope'", "silu only", "got 1.702"});
+  down.activation = {ActivationKind::kSilu, true, 1.0f, 0.0f};
+  expect_error(down, {"'gate_limit'", "positive", "got 0"});
+  down.activation = {ActivationKind::kRelu, false, 1.0f, kNoLimit, kNoLimit, 1.0f};
+  expect_error(down, {"'up_offset'", "gated"});
+  down.activation = {ActivationKind::kRelu, false};
+  expect_error(down, {"'h'", "[M, P, I]", "P=1"});
+  up = expert_up_args();
+  up.activation.gated = false;
+  expect_error(up, {"'up'", "left out", "gated"});
 
   ExpertUpBackwardArgs back{shaped(F32, {12, 2, 4}),
                             {},

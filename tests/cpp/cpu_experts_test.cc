@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "cpu/gemm_kernel.h"
 #include "dropless/experts.h"
 #include "dropless/quantize.h"
 #include "reference/activation.h"
@@ -20,7 +22,7 @@ struct Case {
   bool fp8_h = false;
   bool bias = false;
   bool transposed = false;
-  ActivationKind activation = ActivationKind::kSilu;
+  ActivationOptions activation = {};
   ScaleRounding rounding = ScaleRounding::kFp32;
 };
 
@@ -58,7 +60,7 @@ DType h_dtype(const Case& c) {
   return c.fp8_h ? DType::kF8E4M3 : DType::kBF16;
 }
 
-// Rows of `x` [M, 2, I] as [M * 2, I]: the comparison's stripes then never mix gate and up with
+// Rows of `x` [M, P, I] as [M * P, I]: the comparison's stripes then never mix gate and up with
 // tails.
 Array flat(const Array& x) {
   Array y(x.dtype(), {x.dim(0) * x.dim(1), x.dim(2)});
@@ -89,25 +91,26 @@ struct Up {
                     stddev);
     };
     gate = matrix();
-    up = matrix();
+    if (c.activation.gated) up = matrix();
     if (c.dtype == DType::kF8E4M3) {
       const int64_t kb = ceil_div(width, kScaleBlock), nb = ceil_div(hidden, kScaleBlock);
       x_scale = scales(rng, {routing.tokens, kb}, used_tokens(routing));
       gate_scale = scales(rng, {e, c.transposed ? nb : kb, c.transposed ? kb : nb});
-      up_scale = scales(rng, gate_scale.dims());
+      if (c.activation.gated) up_scale = scales(rng, gate_scale.dims());
     }
     if (c.bias) {
       gate_bias = normal(rng, DType::kF32, {e, hidden});
-      up_bias = normal(rng, DType::kF32, {e, hidden});
+      if (c.activation.gated) up_bias = normal(rng, DType::kF32, {e, hidden});
     }
   }
 
   Out poisoned() const {
     Out out;
-    out.h = Array(h_dtype(c), {rows, 2, hidden});
+    const int64_t parts = c.activation.parts();
+    out.h = Array(h_dtype(c), {rows, parts, hidden});
     out.a = Array(c.dtype, {rows, hidden});
     const int64_t blocks = ceil_div(hidden, kScaleBlock);
-    if (h_dtype(c) == DType::kF8E4M3) out.h_scale = Array(DType::kF32, {rows, 2, blocks});
+    if (h_dtype(c) == DType::kF8E4M3) out.h_scale = Array(DType::kF32, {rows, parts, blocks});
     if (c.dtype == DType::kF8E4M3) out.a_scale = Array(DType::kF32, {rows, blocks});
     return out;
   }
@@ -120,7 +123,7 @@ struct Up {
     a.offsets = routing.offsets, a.slot_of_row = routing.slot_of_row;
     a.experts_per_token = kPerToken;
     a.weights_transposed = c.transposed;
-    a.activation.kind = c.activation;
+    a.activation = c.activation;
     a.scale_rounding = c.rounding;
     a.h = out.h, a.h_scale = out.h_scale, a.a = out.a, a.a_scale = out.a_scale;
     return a;
@@ -157,9 +160,9 @@ void expect_up(const Groups& groups, int64_t width, int64_t hidden, const Case& 
   a.fill(0);
   const std::vector<int32_t> offsets = groups.offsets();
   for (int64_t i = offsets.front() * hidden; i < offsets.back() * hidden; ++i) {
-    const int64_t row = i / hidden, col = i % hidden;
-    a.set(i, reference::activation(c.activation, h[row * 2 * hidden + col]) *
-                 h[(row * 2 + 1) * hidden + col]);
+    const int64_t row = i / hidden * c.activation.parts(), col = i % hidden;
+    const double h_up = c.activation.gated ? h[(row + 1) * hidden + col] : 0;
+    a.set(i, reference::glu(c.activation, h[row * hidden + col], h_up).a);
   }
   if (c.dtype == DType::kF8E4M3) {
     const Up::Out codes = up.poisoned();
@@ -194,21 +197,23 @@ struct Down {
       down_scale = scales(rng, {e, nb, kb});
     }
     if (c.bias) bias = normal(rng, DType::kF32, {e, width});
-    h = Array(h_dtype(c), {rows, 2, hidden});
+    const int64_t parts = c.activation.parts();
+    h = Array(h_dtype(c), {rows, parts, hidden});
     fill_rows(h, rng, used_rows(groups));
-    if (h_dtype(c) == DType::kF8E4M3) h_scale = scales(rng, {rows, 2, nb}, used_rows(groups));
+    if (h_dtype(c) == DType::kF8E4M3) h_scale = scales(rng, {rows, parts, nb}, used_rows(groups));
     weights = normal(rng, DType::kF32, {routing.tokens, kPerToken});
   }
 
   Out poisoned() const {
     const DType result = c.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
+    const int64_t parts = c.activation.parts();
     Out out;
-    out.dh = Array(result, {rows, 2, hidden});
+    out.dh = Array(result, {rows, parts, hidden});
     out.pa = Array(result, {rows, hidden});
     out.d_weights = Array(DType::kF32, weights.dims());
     if (c.dtype == DType::kF8E4M3) {
-      out.dh_q = Array(DType::kF8E4M3, {rows, 2, hidden});
-      out.dh_scale = Array(DType::kF32, {rows, 2, ceil_div(hidden, kScaleBlock)});
+      out.dh_q = Array(DType::kF8E4M3, {rows, parts, hidden});
+      out.dh_scale = Array(DType::kF32, {rows, parts, ceil_div(hidden, kScaleBlock)});
     }
     return out;
   }
@@ -218,7 +223,7 @@ struct Down {
     a.dy = dy, a.dy_scale = dy_scale, a.down = down, a.down_scale = down_scale, a.down_bias = bias;
     a.h = h, a.h_scale = h_scale, a.weights = weights;
     a.offsets = routing.offsets, a.slot_of_row = routing.slot_of_row;
-    a.activation.kind = c.activation;
+    a.activation = c.activation;
     a.scale_rounding = c.rounding;
     a.dh = out.dh, a.dh_q = out.dh_q, a.dh_scale = out.dh_scale, a.pa = out.pa;
     a.d_weights = out.d_weights;
@@ -258,18 +263,19 @@ struct UpBackward {
   Array dh, dh_scale, gate, up, gate_scale, up_scale, offsets;
   DType result;
 
-  UpBackward(const Groups& groups, int64_t width, int64_t hidden, DType dtype, Rng& rng)
+  UpBackward(const Groups& groups, int64_t width, int64_t hidden, DType dtype, Rng& rng,
+             bool gated = true)
       : offsets(ints(groups.offsets())), result(dtype == DType::kF32 ? DType::kF32 : DType::kBF16) {
-    const int64_t e = groups.num_experts();
-    dh = Array(dtype, {groups.rows(), 2, hidden});
+    const int64_t e = groups.num_experts(), parts = gated ? 2 : 1;
+    dh = Array(dtype, {groups.rows(), parts, hidden});
     fill_rows(dh, rng, used_rows(groups));
     gate = normal(rng, dtype, {e, width, hidden});
-    up = normal(rng, dtype, {e, width, hidden});
+    if (gated) up = normal(rng, dtype, {e, width, hidden});
     if (dtype == DType::kF8E4M3) {
       const int64_t kb = ceil_div(hidden, kScaleBlock), nb = ceil_div(width, kScaleBlock);
-      dh_scale = scales(rng, {groups.rows(), 2, kb}, used_rows(groups));
+      dh_scale = scales(rng, {groups.rows(), parts, kb}, used_rows(groups));
       gate_scale = scales(rng, {e, nb, kb});
-      up_scale = scales(rng, {e, nb, kb});
+      if (gated) up_scale = scales(rng, {e, nb, kb});
     }
   }
   Array poisoned() const { return Array(result, {dh.dim(0), gate.dim(1)}); }
@@ -283,11 +289,19 @@ class CpuExperts : public CpuKernelTest {};
 const std::vector<Case>& cases() {
   static const std::vector<Case> all = {
       {DType::kF32},
-      {DType::kF32, false, true, true, ActivationKind::kGelu},
-      {DType::kBF16, false, true, false, ActivationKind::kGeluTanh},
+      {DType::kF32, false, true, true, {ActivationKind::kGelu}},
+      {DType::kBF16, false, true, false, {ActivationKind::kGeluTanh}},
       {DType::kBF16, true, false, true},
-      {DType::kF8E4M3, false, true, true, ActivationKind::kGelu},
-      {DType::kF8E4M3, true, false, true, ActivationKind::kSilu, ScaleRounding::kPow2},
+      {DType::kF8E4M3, false, true, true, {ActivationKind::kGelu}},
+      {DType::kF8E4M3, true, false, true, {}, ScaleRounding::kPow2},
+      // Limits that a third of unit-scale pre-activations pass.
+      {DType::kF32, false, true, false, {ActivationKind::kSilu, true, 1.702f, 0.9f, 1.1f, 1.0f}},
+      {DType::kBF16, false, true, false, {ActivationKind::kSilu, true, 1.702f, 0.9f, 1.1f, 1.0f}},
+      {DType::kF8E4M3, true, true, true, {ActivationKind::kGelu, true, 1.0f, 0.8f, 0.7f, -0.5f}},
+      {DType::kF32, false, false, false, {ActivationKind::kReluSquared, false}},
+      {DType::kBF16, true, true, true, {ActivationKind::kRelu, false, 1.0f, 1.2f}},
+      {DType::kF8E4M3, false, true, true, {ActivationKind::kGeluTanh, false}},
+      {DType::kBF16, false, false, false, {ActivationKind::kRelu}},
   };
   return all;
 }
@@ -334,10 +348,12 @@ TEST_P(CpuExperts, a9_up_backward_sums_gate_and_up) {
   Rng rng(6);
   std::vector<Groups> all = adversarial_groups();
   all.push_back({"deep", {34, 0, 3}, 1, 2});
+  bool gated = false;
   for (const Groups& groups : all) {
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
       const int64_t hidden = groups.name == "deep" ? 161 : 29;
-      const UpBackward op(groups, 43, hidden, dtype, rng);
+      gated = !gated;
+      const UpBackward op(groups, 43, hidden, dtype, rng, gated);
       const Array got = op.poisoned(), again = op.poisoned(), expected = op.poisoned();
       EXPECT_OK(cpu::expert_up_backward(op.args(got), serial_executor()));
       EXPECT_OK(cpu::expert_up_backward(op.args(again), pool()));
@@ -365,6 +381,49 @@ TEST_P(CpuExperts, a9_dx_is_linear_in_gate_and_up) {
   Array added = both.poisoned();
   for (int64_t i = 0; i < added.size(); ++i) added.set(i, a[i] + b[i]);
   EXPECT_TRUE(close(sum, added, rounded_to(DType::kF32) + fp32_sum(2 * 140)));
+}
+
+// At a limit the gradient still flows, beyond it not; NaN is no number beyond.
+TEST_P(CpuExperts, n5_values_and_gradients_at_the_limits) {
+  const ActivationOptions options{ActivationKind::kSilu, true, 1.702f, 7.0f, 7.0f, 1.0f};
+  const float inf = kNoLimit, above = std::nextafter(7.0f, 8.0f);
+  const std::vector<float> points = {7.0f, above, -7.0f, -above, 0.0f, 6.0f, inf, -30.0f};
+  const int64_t n = static_cast<int64_t>(points.size());
+  cpu::GluOptions plain{static_cast<int>(options.kind),
+                        true,
+                        false,
+                        options.slope,
+                        options.gate_limit,
+                        options.up_limit,
+                        options.up_offset};
+  for (const float up : points) {
+    std::vector<float> gate = points, ups(points.size(), up), d_a(points.size(), 1.0f);
+    std::vector<float> a(points.size()), dh_gate(a), dh_up(a), pa(a);
+    cpu::GluForwardRow forward{gate.data(), ups.data(), nullptr,     nullptr,    n,
+                               plain,       false,      gate.data(), ups.data(), a.data()};
+    cpu::kernels().rows->glu_forward(forward);
+    cpu::GluBackwardRow backward{d_a.data(), gate.data(),    ups.data(),   1.0f,     n,
+                                 plain,      dh_gate.data(), dh_up.data(), pa.data()};
+    cpu::kernels().rows->glu_backward(backward);
+    for (size_t i = 0; i < points.size(); ++i) {
+      const double g = std::min(7.0f, points[i]), u = std::clamp(up, -7.0f, 7.0f) + 1;
+      const double s = 1 / (1 + std::exp(-1.702f * g));
+      const double slope = points[i] > 7.0f ? 0 : s * (1 + 1.702f * g * (1 - s));
+      const bool up_passes = std::abs(up) <= 7.0f;
+      const double tolerance = 1e-6;  // relative: 8 fp32 roundings
+      EXPECT_NEAR(a[i], g * s * u, tolerance * std::abs(g * u)) << points[i] << " " << up;
+      EXPECT_NEAR(dh_gate[i], slope * u, tolerance * 8 * std::abs(u)) << points[i] << " " << up;
+      EXPECT_NEAR(dh_up[i], up_passes ? g * s : 0, tolerance * std::abs(g))
+          << points[i] << " " << up;
+      if (points[i] > 7.0f) {
+        EXPECT_EQ(dh_gate[i], 0.0f);
+      }
+      if (!up_passes) {
+        EXPECT_EQ(dh_up[i], 0.0f);
+      }
+      EXPECT_EQ(pa[i], a[i]);
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, CpuExperts, ::testing::ValuesIn(available_kernel_names()),

@@ -67,22 +67,40 @@ def route(logits, router, k, selection_bias=None, mask=None, ids=None):
     return ids, weights, *sums, real
 
 
-def activation(kind, z):
+def activation(kind, z, slope=1.0):
     return {
-        "silu": lambda z: z * jax.nn.sigmoid(z),
+        "silu": lambda z: z * jax.nn.sigmoid(slope * z),
         "gelu": lambda z: jax.nn.gelu(z, approximate=False),
         "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+        "relu": lambda z: jnp.where(z > 0, z, 0),
+        "relu_squared": lambda z: jnp.where(z > 0, z * z, 0),
     }[kind](z)
 
 
-def expert_outputs(x, experts, kind):
-    """[T, E, H]: every expert on every token."""
-    gate = jnp.einsum("th,ehi->tei", x, experts["gate"])
-    up = jnp.einsum("th,ehi->tei", x, experts["up"])
-    if "gate_bias" in experts:
-        gate, up = gate + experts["gate_bias"], up + experts["up_bias"]
-    out = jnp.einsum("tei,eih->teh", activation(kind, gate) * up, experts["down"])
-    return out + experts["down_bias"] if "down_bias" in experts else out
+def glu(options, gate, up):
+    """A of pre-activations, of a name or a ``dropless.Activation``; no limit is ever met exactly."""
+    if isinstance(options, str):
+        return activation(options, gate) * up
+    if options.gate_limit is not None:
+        gate = jnp.where(gate > options.gate_limit, options.gate_limit, gate)
+    a = activation(options.kind, gate, options.slope)
+    if not options.gated:
+        return a
+    if options.up_limit is not None:
+        up = jnp.where(jnp.abs(up) > options.up_limit, options.up_limit * jnp.sign(up), up)
+    return a * (up + options.up_offset)
+
+
+def expert_outputs(x, experts, options):
+    """[T, E, H]: every expert on its row of x [T, E, H]."""
+
+    def inward(name):
+        if name not in experts:
+            return None
+        return jnp.einsum("teh,ehi->tei", x, experts[name]) + experts.get(f"{name}_bias", 0.0)
+
+    a = glu(options, inward("gate"), inward("up"))
+    return jnp.einsum("tei,eih->teh", a, experts["down"]) + experts.get("down_bias", 0.0)
 
 
 def moe(x, params, cfg, mask=None):
@@ -101,7 +119,17 @@ def moe(x, params, cfg, mask=None):
         order = jnp.cumsum(chosen.reshape(-1, e), 0).reshape(chosen.shape)
         kept = chosen * (order <= cfg.capacity(len(tokens)))
     combine = jnp.einsum("tk,tke->te", weights, kept)
-    y = jnp.einsum("te,teh->th", combine, expert_outputs(tokens, params["experts"], cfg.activation))
+    rows = jnp.broadcast_to(tokens[:, None], (len(tokens), e, tokens.shape[-1]))
+    if getattr(cfg.router, "weight_on", "output") == "input":
+        rows, combine = combine[..., None] * rows, kept.sum(1)
+    outputs = expert_outputs(rows, params["experts"], cfg.activation)
+    y = jnp.einsum("te,teh->th", combine, outputs)
+    if "shared" in params:
+        shared = {name: matrix[None] for name, matrix in params["shared"].items()}
+        out = expert_outputs(tokens[:, None], shared, cfg.activation)[:, 0] * real[:, None]
+        if cfg.shared_expert_gate:
+            out *= jax.nn.sigmoid(tokens @ params["shared"]["output_gate"])
+        y += out
     count = jnp.maximum(real.sum(), 1)
     counts = chosen.sum((0, 1))
     aux = {

@@ -32,10 +32,15 @@ def test_configs_are_frozen_and_hash_by_value():
         ({"expert_dim": 0}, r"expert_dim must be an int >= 1; got 0"),
         ({"router": "softmax"}, r"router must be a dropless.RouterConfig; got 'softmax'"),
         (
-            {"activation": "relu"},
-            r"activation must be one of 'silu', 'gelu', 'gelu_tanh'; got 'relu'",
+            {"activation": "tanh"},
+            r"activation must be one of 'silu', 'gelu', 'gelu_tanh', 'relu', .*; got 'tanh'",
         ),
         ({"expert_bias": 1}, r"expert_bias must be True or False; got 1"),
+        ({"shared_expert_dim": 0}, r"shared_expert_dim must be an int >= 1; got 0"),
+        (
+            {"shared_expert_gate": True},
+            r"shared_expert_gate=True needs shared_expert_dim; got None",
+        ),
         ({"precision": "fp16"}, r"precision must be one of .*; got 'fp16'"),
         ({"expert_capacity_factor": 0.0}, r"expert_capacity_factor must be a finite number > 0"),
         ({"expert_capacity_factor": 1e300}, r"expert_capacity_factor .* in float32; got 1e\+300"),
@@ -138,3 +143,28 @@ def test_unknown_attributes_are_errors_and_known_ones_are_listed():
     with pytest.raises(AttributeError, match="has no attribute 'mixture'"):
         _ = dropless.mixture
     assert {"MoELayer", "moe", "explain", "info"} <= set(dir(dropless))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kind": "swish"}, r"activation must be one of 'silu', .*; got 'swish'"),
+        ({"gated": 1}, r"Activation.gated must be True or False; got 1"),
+        ({"slope": 0.0}, r"Activation.slope must be a finite number > 0"),
+        ({"kind": "gelu", "slope": 2.0}, r'slope is of "silu" only; got slope=2.0 and kind=.gelu'),
+        ({"gate_limit": 0.0}, r"Activation.gate_limit must be a finite number > 0"),
+        ({"up_limit": float("inf")}, r"Activation.up_limit must be a finite number > 0"),
+        ({"up_offset": float("nan")}, r"Activation.up_offset must be a finite number"),
+        ({"gated": False, "up_offset": 1.0}, r"up_limit and up_offset need gated=True"),
+    ],
+)
+def test_n2_activation_options_are_checked(options, text):
+    with pytest.raises(ValueError, match=text):
+        dropless.Activation(**options)
+
+
+def test_an_activation_of_defaults_is_its_kind():
+    one = dropless.MoEConfig(8, activation=dropless.Activation("gelu"))
+    assert one == dropless.MoEConfig(8, activation="gelu") and one.activation == "gelu"
+    negative = dropless.Activation(up_offset=-0.5)
+    assert dropless.MoEConfig(8, activation=negative).activation == negative

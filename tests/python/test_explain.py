@@ -228,3 +228,20 @@ def test_n2_bad_input_is_named(arguments, error, message):
         dropless.explain({}, T, H)
     with pytest.raises(TypeError, match="float16.*bfloat16"):
         dropless.explain(CFG, T, H, "cpu", dtype=jnp.float16)
+
+
+def test_shared_and_ungated_experts_are_counted():
+    cfg = dropless.MoEConfig(
+        num_experts=7,
+        experts_per_token=3,
+        expert_dim=23,
+        shared_expert_dim=31,
+        activation=dropless.Activation("relu", gated=False),
+        precision="f32",
+    )
+    t, h, m = 11, 40, 33
+    e = dropless.explain(cfg, t, h, device="cpu")
+    router = 2 * t * h * 7
+    assert e.flops == 3 * router + 3 * 2 * (2 * m * h * 23 + 2 * t * h * 31)
+    shapes = {array.name: array.shape for array in e.saved}
+    assert shapes["h"] == (m, 1, 23) and shapes["shared expert: h"] == (t, 1, 31)

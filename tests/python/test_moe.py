@@ -29,6 +29,9 @@ def base(**options):
     return dataclasses.replace(BASE, **options)
 
 
+# gpt-oss's, with limits that a third of the pre-activations pass.
+LIMITED = dropless.Activation("silu", slope=1.702, gate_limit=0.6, up_limit=0.9, up_offset=1.0)
+
 OPTIONS = {
     "plain": BASE,
     "topk_first": router(score_before_topk=False),
@@ -41,12 +44,25 @@ OPTIONS = {
     "selection_bias": router(score="sigmoid", selection_bias=True),
     "gelu": base(activation="gelu"),
     "gelu_tanh": base(activation="gelu_tanh"),
+    "relu": base(activation="relu"),
+    "relu_squared_ungated": base(activation=dropless.Activation("relu_squared", gated=False)),
+    "gelu_ungated_bias": base(
+        activation=dropless.Activation("gelu", gated=False, gate_limit=0.7), expert_bias=True
+    ),
+    "limited": base(activation=LIMITED, expert_bias=True),
+    "shared": base(shared_expert_dim=31),
+    "shared_gate": base(shared_expert_dim=31, shared_expert_gate=True, activation=LIMITED),
+    "shared_ungated": base(
+        shared_expert_dim=31, activation=dropless.Activation("relu", gated=False)
+    ),
     "expert_bias": base(expert_bias=True),
     "drop": base(overflow="drop", expert_capacity_factor=0.8),
     "everything": dataclasses.replace(
         router(score="sigmoid", bias=True, selection_bias=True, scale=1.7),
         expert_bias=True,
         activation="gelu",
+        shared_expert_dim=31,
+        shared_expert_gate=True,
     ),
     "one_expert": base(num_experts=1, experts_per_token=1),
     "all_experts": base(num_experts=3, experts_per_token=3),
@@ -147,6 +163,7 @@ def test_q4_every_gradient_low_precision(name, dtypes):
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_all"])
 def test_prepared_experts_give_the_same_bits(name):
     cfg = base(**PRECISIONS[name])
+    cfg = dataclasses.replace(cfg, shared_expert_dim=31)
     x, params, dy = oracle.layer_case(cfg, SHAPE)
     without = run(cfg, x, params, dy)
     prepared = jax.jit(lambda p: dropless.prepare_experts(p, cfg))(params)

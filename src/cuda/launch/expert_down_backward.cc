@@ -16,6 +16,7 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace
     return zero_async("expert_down_backward", args.d_weights, stream);
   }
   DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("expert_down_backward", args.dy.dtype));
+  DROPLESS_RETURN_IF_ERROR(check_activation_kernel("expert_down_backward", args.activation));
   DROPLESS_RETURN_IF_ERROR(check_count("expert_down_backward", "M", rows));
   if (args.h.dtype != DType::kBF16 || args.dh_q.given()) {
     return Status(StatusCode::kUnimplemented,

@@ -92,6 +92,8 @@ Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, Cons
     case ActivationKind::kGeluTanh:
       status = launch_product<ActivationKind::kGeluTanh>(args, rows, row_sums, stream);
       break;
+    default:  // check_activation_kernel has refused what has no epilogue
+      break;
   }
   if (!status.ok()) return status;
   const int tiles = static_cast<int>(ceil_div(args.down.dims[1], kDownBackwardTileCols));

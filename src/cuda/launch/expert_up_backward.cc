@@ -10,6 +10,10 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args, Tensor, Stream strea
   if (args.dx_rows.size() == 0) return Status();
   DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("expert_up_backward", args.dh.dtype));
   DROPLESS_RETURN_IF_ERROR(check_count("expert_up_backward", "M", rows));
+  if (!args.up.given()) {
+    return Status(StatusCode::kUnimplemented,
+                  "expert_up_backward: gated=False has no CUDA kernel yet");
+  }
   if (args.gate.dims[0] == 0 || width == 0) {
     return zero_async("expert_up_backward", args.dx_rows, stream);
   }

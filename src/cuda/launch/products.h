@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cuda/launch/launch.h"
+#include "dropless/experts.h"
 #include "dropless/status.h"
 #include "dropless/types.h"
 
@@ -37,6 +38,19 @@ inline Status check_sm90_bf16(const char* op, DType dtype) {
                                                   " have no kernel on this GPU yet; bfloat16 has");
   }
   return Status();
+}
+
+// The epilogues at hand are those of gated SiLU and GELU without limits.
+inline Status check_activation_kernel(const char* op, const ActivationOptions& activation) {
+  const char* argument = activation.gated ? nullptr : "gated=False";
+  if (activation.kind > ActivationKind::kGeluTanh) argument = "activation (relu, relu_squared)";
+  if (activation.gated && !activation.plain()) {
+    argument = "activation with a slope, a limit or an offset";
+  }
+  if (argument == nullptr) return Status();
+  return Status(StatusCode::kUnimplemented, std::string(op) + ": " + argument +
+                                                " has no CUDA kernel yet; silu, gelu and gelu_tanh "
+                                                "of gated experts have");
 }
 
 // Tiles count rows and columns in 32 bits; the copy engine takes 32-bit coordinates.
