@@ -2,13 +2,13 @@
 //
 // An op is declared once for all platforms, as a struct with
 //   bind(binding):  adds the operands, results and attributes, in the order of docs/architecture.md
-//   decode(d, ...): turns them into the engine's Args
+//   decode(d, ...): turns them into the engine's Args; values are checked there, by check(args)
 // and <family>_cpu.cc / <family>_cuda.cc instantiate it.
 #pragma once
 
-#include <exception>
 #include <string>
 
+#include "core/exception_status.h"
 #include "dropless/status.h"
 #include "dropless/types.h"
 #include "ffi/contract.h"
@@ -28,6 +28,8 @@ inline ffi::Error to_error(const Status& status) {
       return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
     case StatusCode::kUnimplemented:
       return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());
+    case StatusCode::kResourceExhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message());
     case StatusCode::kInternal:
       break;
   }
@@ -49,14 +51,6 @@ class Decoder {
   }
   Tensor optional_out(const char* name, Out& buffer) {
     return absent(*buffer) ? Tensor{} : view(name, *buffer);
-  }
-
-  ScaleRounding scale_rounding(int32_t value) {
-    if (value != static_cast<int32_t>(ScaleRounding::kFp32) &&
-        value != static_cast<int32_t>(ScaleRounding::kPow2)) {
-      fail("scale_rounding must be 0 (fp32) or 1 (pow2), but is " + std::to_string(value));
-    }
-    return static_cast<ScaleRounding>(value);
   }
 
   // Keeps the trailing workspace result for the engine; the CPU backend has no use for it.
@@ -118,14 +112,14 @@ class Decoder {
   Tensor workspace_;
 };
 
-// Runs `body`, a function that returns Status; the only place where exceptions (out of memory, in
-// practice) and Status become an error of XLA's.
+// Runs `body`, a function that returns Status; the only place where a Status becomes an error of
+// XLA's, and with it whatever is thrown outside the engine's operations.
 template <class Body>
 ffi::Error guarded(const char* op, Body&& body) {
   try {
     return to_error(body());
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + error.what());
+  } catch (...) {
+    return to_error(exception_status(op));
   }
 }
 

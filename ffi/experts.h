@@ -80,7 +80,7 @@ struct ExpertUp {
     args.weights_transposed = weights_transposed != 0;
     args.activation =
         decode_activation(d, activation, gated, slope, gate_limit, up_limit, up_offset);
-    args.scale_rounding = d.scale_rounding(scale_rounding);
+    args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
     args.h = d.optional_out("h", h);
     args.h_scale = d.optional_out("h_scale", h_scale);
     args.a = d.out("a", a);
@@ -133,7 +133,7 @@ struct ExpertDownBackward {
     args.slot_of_row = d.in("slot_of_row", slot_of_row);
     args.activation =
         decode_activation(d, activation, gated, slope, gate_limit, up_limit, up_offset);
-    args.scale_rounding = d.scale_rounding(scale_rounding);
+    args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
     args.dh = d.out("dh", dh);
     args.dh_q = d.optional_out("dh_q", dh_q);
     args.dh_scale = d.optional_out("dh_scale", dh_scale);

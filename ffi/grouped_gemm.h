@@ -67,13 +67,10 @@ struct GroupedWgrad {
     args.slot_of_row =
         gather != 0 ? d.in("slot_of_row", slot_of_row) : d.optional_in("slot_of_row", slot_of_row);
     args.offsets = d.in("offsets", offsets);
-    if (gather < 0 || gather > 2) {
-      d.fail("gather must be 0 (none), 1 (x) or 2 (dy), but is " + std::to_string(gather));
-    }
     args.gather = static_cast<Gather>(gather);
     args.experts_per_token = experts_per_token;
     args.fp8 = fp8 != 0;
-    args.scale_rounding = d.scale_rounding(scale_rounding);
+    args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
     args.dw[0] = d.out("dw0", dw0);
     args.dw[1] = d.optional_out("dw1", dw1);
     const ConstTensor into[2] = {d.optional_in("into0", into0), d.optional_in("into1", into1)};

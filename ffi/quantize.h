@@ -21,7 +21,7 @@ struct QuantizeRows {
   static QuantizeRowsArgs decode(Decoder& d, In x, Out q, Out scale, int32_t scale_rounding) {
     QuantizeRowsArgs args;
     args.x = d.in("x", x);
-    args.scale_rounding = d.scale_rounding(scale_rounding);
+    args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
     args.q = d.out("q", q);
     args.scale = d.out("scale", scale);
     return args;
@@ -44,7 +44,7 @@ struct QuantizeWeight {
                                    int32_t scale_rounding) {
     QuantizeWeightArgs args;
     args.w = d.in("w", w);
-    args.scale_rounding = d.scale_rounding(scale_rounding);
+    args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
     args.q = d.out("q", q);
     args.q_t = d.out("q_t", q_t);
     args.scale = d.out("scale", scale);

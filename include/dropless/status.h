@@ -1,4 +1,6 @@
-// Errors are values: no function of the public API exits, or throws anything but std::bad_alloc.
+// Errors are values: no operation exits or throws. Memory that is not there is kResourceExhausted
+// in the CPU backend and the reference; functions that only check arguments may throw
+// std::bad_alloc.
 #pragma once
 
 #include <string>
@@ -6,7 +8,7 @@
 
 namespace dropless {
 
-enum class StatusCode { kOk, kInvalidArgument, kUnimplemented, kInternal };
+enum class StatusCode { kOk, kInvalidArgument, kUnimplemented, kResourceExhausted, kInternal };
 
 class [[nodiscard]] Status {
  public:

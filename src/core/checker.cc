@@ -108,4 +108,10 @@ Checker& Checker::that(bool condition, const std::string& message) {
   return *this;
 }
 
+void check_scale_rounding(Checker& c, ScaleRounding rounding) {
+  c.that(rounding == ScaleRounding::kFp32 || rounding == ScaleRounding::kPow2,
+         "'scale_rounding' must be 0 (fp32) or 1 (pow2), got " +
+             std::to_string(static_cast<int32_t>(rounding)));
+}
+
 }  // namespace dropless

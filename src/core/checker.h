@@ -50,6 +50,9 @@ class Checker {
   std::vector<std::pair<std::string, int64_t>> letters_;
 };
 
+// Of an enum that came from outside: it must be one of its values.
+void check_scale_rounding(Checker& c, ScaleRounding rounding);
+
 // "float32 [3, 4]", or "nothing" for a tensor that is not given.
 std::string describe(const ConstTensor& t);
 

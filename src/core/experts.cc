@@ -62,6 +62,7 @@ void check_offsets(Checker& c, const ConstTensor& offsets) {
 
 Status check(const ExpertUpArgs& args) {
   Checker c("expert_up");
+  check_scale_rounding(c, args.scale_rounding);
   check_activation(c, args.activation);
   c.that(args.experts_per_token >= 1,
          "'experts_per_token' must be at least 1, got " + std::to_string(args.experts_per_token));
@@ -114,6 +115,7 @@ Status check(const ExpertUpArgs& args) {
 
 Status check(const ExpertDownBackwardArgs& args) {
   Checker c("expert_down_backward");
+  check_scale_rounding(c, args.scale_rounding);
   check_activation(c, args.activation);
   const DType operands = args.dy.dtype;
   const DType result = operands == DType::kF32 ? DType::kF32 : DType::kBF16;

@@ -36,6 +36,7 @@ Status check(const GroupedGemmArgs& args) {
 
 Status check(const GroupedWgradArgs& args) {
   Checker c("grouped_wgrad");
+  check_scale_rounding(c, args.scale_rounding);
   const int gather = static_cast<int>(args.gather);
   c.that(gather >= 0 && gather <= 2,
          "'gather' must be 0 (none), 1 (x) or 2 (dy), got " + std::to_string(gather));

@@ -60,6 +60,7 @@ float block_scale(float amax, ScaleRounding rounding) {
 
 Status check(const QuantizeRowsArgs& args) {
   Checker c("quantize_rows");
+  check_scale_rounding(c, args.scale_rounding);
   c.require("x", args.x, {DType::kF32, DType::kBF16}, {"R", "C"});
   c.let("ceil(C/128)", ceil_div(c.value("C"), kScaleBlock));
   c.require("q", args.q, {DType::kF8E4M3}, {"R", "C"});
@@ -69,6 +70,7 @@ Status check(const QuantizeRowsArgs& args) {
 
 Status check(const QuantizeWeightArgs& args) {
   Checker c("quantize_weight");
+  check_scale_rounding(c, args.scale_rounding);
   c.require("w", args.w, {DType::kF32, DType::kBF16}, {"E", "in", "out"});
   c.let("ceil(in/128)", ceil_div(c.value("in"), kScaleBlock));
   c.let("ceil(out/128)", ceil_div(c.value("out"), kScaleBlock));

@@ -3,13 +3,14 @@
 #include <cstring>
 #include <vector>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/chunks.h"
 #include "cpu/vector_ops.h"
 
 namespace dropless::cpu {
 
-Status combine(const CombineArgs& args, Executor& executor) {
+Status combine(const CombineArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
@@ -37,9 +38,11 @@ Status combine(const CombineArgs& args, Executor& executor) {
     }
   });
   return Status();
+} catch (...) {
+  return exception_status("combine");
 }
 
-Status combine_backward(const CombineBackwardArgs& args, Executor& executor) {
+Status combine_backward(const CombineBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
@@ -74,6 +77,8 @@ Status combine_backward(const CombineBackwardArgs& args, Executor& executor) {
     }
   });
   return Status();
+} catch (...) {
+  return exception_status("combine_backward");
 }
 
 }  // namespace dropless::cpu

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
@@ -147,7 +148,7 @@ class ExpertDownBackward final : public RowGemm {
 
 }  // namespace
 
-Status expert_down_backward(const ExpertDownBackwardArgs& args, Executor& executor) {
+Status expert_down_backward(const ExpertDownBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   for (const Tensor& out : {args.dh, args.dh_q, args.pa}) clear_rows_outside(args.offsets, out);
   clear_scales_outside(args.offsets, args.dh_scale);
@@ -155,6 +156,8 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args, Executor& execut
   problem.run(executor);
   problem.finish(executor);
   return Status();
+} catch (...) {
+  return exception_status("expert_down_backward");
 }
 
 }  // namespace dropless::cpu

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
@@ -85,7 +86,7 @@ class ExpertUp final : public RowGemm {
 
 }  // namespace
 
-Status expert_up(const ExpertUpArgs& args, Executor& executor) {
+Status expert_up(const ExpertUpArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   clear_rows_outside(args.offsets, args.h);
   clear_rows_outside(args.offsets, args.a);
@@ -93,6 +94,8 @@ Status expert_up(const ExpertUpArgs& args, Executor& executor) {
   clear_scales_outside(args.offsets, args.a_scale);
   ExpertUp(args).run(executor);
   return Status();
+} catch (...) {
+  return exception_status("expert_up");
 }
 
 }  // namespace dropless::cpu

@@ -1,3 +1,4 @@
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
@@ -37,11 +38,13 @@ class ExpertUpBackward final : public RowGemm {
 
 }  // namespace
 
-Status expert_up_backward(const ExpertUpBackwardArgs& args, Executor& executor) {
+Status expert_up_backward(const ExpertUpBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   clear_rows_outside(args.offsets, args.dx_rows);
   ExpertUpBackward(args).run(executor);
   return Status();
+} catch (...) {
+  return exception_status("expert_up_backward");
 }
 
 }  // namespace dropless::cpu

@@ -4,13 +4,10 @@
 #include <cstring>
 #include <functional>
 
+#include "core/float_environment.h"
 #include "cpu/prefetch.h"
 #include "cpu/scratch.h"
 #include "dropless/types.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 namespace dropless::cpu {
 namespace {
@@ -60,19 +57,6 @@ struct Item {
 };
 
 int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
-
-class FloatEnvironment {
- public:
-#if defined(__x86_64__)
-  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
-  ~FloatEnvironment() { _mm_setcsr(saved_); }
-
- private:
-  // All exceptions masked, round to nearest, no flushing.
-  static constexpr unsigned kDefault = 0x1f80;
-  unsigned saved_;
-#endif
-};
 
 // Cuts each segment of depth k into nearly equal blocks.
 std::vector<KBlock> k_blocks(const GemmProblem& problem, const GemmKernel& kernel, int64_t k) {
@@ -365,7 +349,7 @@ void run_gemm(const GemmProblem& problem, const GemmKernel& kernel, const RowOps
 void parallel_items(Executor& executor, int64_t count, const std::function<void(int64_t)>& item) {
   if (count <= 0) return;
   executor.parallel_for(count, [&item](int64_t i) {
-    const FloatEnvironment environment;
+    const ScopedIeeeFloats ieee;
     item(i);
   });
 }

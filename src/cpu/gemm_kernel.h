@@ -9,6 +9,8 @@
 
 namespace dropless::cpu {
 
+struct VectorOps;  // vector_ops.h
+
 // One micro-kernel and the layouts it reads.
 //
 // A panel of A holds `mr` rows, a panel of B `nr` columns, both over a depth padded with zeros to a
@@ -117,6 +119,7 @@ struct KernelSet {
   const GemmKernel* f32;   // packs float32
   const GemmKernel* bf16;  // packs bfloat16
   const RowOps* rows;
+  const VectorOps* vectors;
 };
 
 extern const GemmKernel kPortableF32Kernel, kPortableBf16Kernel;

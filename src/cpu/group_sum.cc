@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/chunks.h"
 #include "cpu/vector_ops.h"
@@ -19,7 +20,7 @@ struct Piece {
 
 }  // namespace
 
-Status group_sum(const GroupSumArgs& args, Executor& executor) {
+Status group_sum(const GroupSumArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t num_experts = args.out.dims[0];
   const int64_t width = args.out.dims[1] * args.out.dims[2];  // P*N
@@ -59,6 +60,8 @@ Status group_sum(const GroupSumArgs& args, Executor& executor) {
                    out + pieces[i].expert * width);
   }
   return Status();
+} catch (...) {
+  return exception_status("group_sum");
 }
 
 }  // namespace dropless::cpu

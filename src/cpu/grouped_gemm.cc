@@ -1,5 +1,6 @@
 #include "dropless/grouped_gemm.h"
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/row_gemm.h"
 
@@ -36,11 +37,13 @@ class GroupedGemm final : public RowGemm {
 
 }  // namespace
 
-Status grouped_gemm(const GroupedGemmArgs& args, Executor& executor) {
+Status grouped_gemm(const GroupedGemmArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   clear_rows_outside(args.offsets, args.out);
   GroupedGemm(args).run(executor);
   return Status();
+} catch (...) {
+  return exception_status("grouped_gemm");
 }
 
 }  // namespace dropless::cpu

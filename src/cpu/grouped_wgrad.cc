@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
@@ -183,10 +184,12 @@ class GroupedWgrad final : public GemmProblem {
 
 }  // namespace
 
-Status grouped_wgrad(const GroupedWgradArgs& args, Executor& executor) {
+Status grouped_wgrad(const GroupedWgradArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   GroupedWgrad(args).run(executor);
   return Status();
+} catch (...) {
+  return exception_status("grouped_wgrad");
 }
 
 }  // namespace dropless::cpu

@@ -1,12 +1,13 @@
 #include <cstring>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/chunks.h"
 #include "dropless/combine.h"
 
 namespace dropless::cpu {
 
-Status permute(const PermuteArgs& args, Executor& executor) {
+Status permute(const PermuteArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t row_bytes = args.x.dims[1] * size_of(args.x.dtype);
@@ -25,6 +26,8 @@ Status permute(const PermuteArgs& args, Executor& executor) {
         }
       });
   return Status();
+} catch (...) {
+  return exception_status("permute");
 }
 
 }  // namespace dropless::cpu

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/exception_status.h"
 #include "cpu/chunks.h"
 #include "dropless/route.h"
 
@@ -8,7 +9,7 @@ namespace dropless::cpu {
 
 // A counting sort in pieces: count, take running totals, place. Rows of one expert are in the order
 // of their slots whatever the pieces are.
-Status plan(const PlanArgs& args, Executor& executor) {
+Status plan(const PlanArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t slots = args.ids.size();                 // T*K
   const int64_t num_experts = args.plan.counts.dims[0];  // E
@@ -59,6 +60,8 @@ Status plan(const PlanArgs& args, Executor& executor) {
   });
   std::fill(slot_of_row + offsets[num_experts], slot_of_row + slots, -1);
   return Status();
+} catch (...) {
+  return exception_status("plan");
 }
 
 }  // namespace dropless::cpu

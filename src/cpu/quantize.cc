@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/row_gemm.h"
 
@@ -63,7 +64,7 @@ class WeightBlock {
 
 }  // namespace
 
-Status quantize_rows(const QuantizeRowsArgs& args, Executor& executor) {
+Status quantize_rows(const QuantizeRowsArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const RowOps& ops = *kernels().rows;
   const int64_t rows = args.x.dims[0], cols = args.x.dims[1];
@@ -81,9 +82,11 @@ Status quantize_rows(const QuantizeRowsArgs& args, Executor& executor) {
     }
   });
   return Status();
+} catch (...) {
+  return exception_status("quantize_rows");
 }
 
-Status quantize_weight(const QuantizeWeightArgs& args, Executor& executor) {
+Status quantize_weight(const QuantizeWeightArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const RowOps& ops = *kernels().rows;
   const int64_t in = args.w.dims[1], out = args.w.dims[2];
@@ -95,6 +98,8 @@ Status quantize_weight(const QuantizeWeightArgs& args, Executor& executor) {
     }
   });
   return Status();
+} catch (...) {
+  return exception_status("quantize_weight");
 }
 
 }  // namespace dropless::cpu

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/exception_status.h"
 #include "core/router_math.h"
 #include "cpu/chunks.h"
 #include "cpu/vector_ops.h"
@@ -243,7 +244,7 @@ void backward_token(const RouteBackwardArgs& args, int64_t t, bool statistics, S
 
 }  // namespace
 
-Status route(const RouteArgs& args, Executor& executor) {
+Status route(const RouteArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t num_experts = args.logits.dims[1];
@@ -273,9 +274,11 @@ Status route(const RouteArgs& args, Executor& executor) {
   args.counters.as<int32_t>()[1] = static_cast<int32_t>(
       std::min<int64_t>(total.non_finite, std::numeric_limits<int32_t>::max()));
   return plan(PlanArgs{args.ids, args.capacity, args.plan}, executor);
+} catch (...) {
+  return exception_status("route");
 }
 
-Status route_backward(const RouteBackwardArgs& args, Executor& executor) {
+Status route_backward(const RouteBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t num_experts = args.logits.dims[1];
@@ -295,6 +298,8 @@ Status route_backward(const RouteBackwardArgs& args, Executor& executor) {
     }
   });
   return Status();
+} catch (...) {
+  return exception_status("route_backward");
 }
 
 }  // namespace dropless::cpu

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/exception_status.h"
 #include "core/index.h"
 
 namespace dropless::reference {
@@ -16,7 +17,7 @@ int64_t row_of(const ConstTensor& row_of_slot /* [T, K] */, int64_t slot, int64_
 
 }  // namespace
 
-Status permute(const PermuteArgs& args) {
+Status permute(const PermuteArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t width = args.x.dims[1];
@@ -28,9 +29,11 @@ Status permute(const PermuteArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("permute");
 }
 
-Status combine(const CombineArgs& args) {
+Status combine(const CombineArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
@@ -49,9 +52,11 @@ Status combine(const CombineArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("combine");
 }
 
-Status combine_backward(const CombineBackwardArgs& args) {
+Status combine_backward(const CombineBackwardArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.row_of_slot.dims[0];
   const int64_t per_token = args.row_of_slot.dims[1];
@@ -75,9 +80,11 @@ Status combine_backward(const CombineBackwardArgs& args) {
     store(args.d_weights, slot, sum);
   }
   return Status();
+} catch (...) {
+  return exception_status("combine_backward");
 }
 
-Status group_sum(const GroupSumArgs& args) {
+Status group_sum(const GroupSumArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t num_experts = args.out.dims[0];
   const int64_t width = args.out.dims[1] * args.out.dims[2];  // P*N
@@ -101,6 +108,8 @@ Status group_sum(const GroupSumArgs& args) {
     for (int64_t i = 0; i < width; ++i) store(args.out, e * width + i, sum[i]);
   }
   return Status();
+} catch (...) {
+  return exception_status("group_sum");
 }
 
 }  // namespace dropless::reference

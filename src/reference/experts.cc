@@ -3,6 +3,7 @@
 #include <numeric>
 #include <vector>
 
+#include "core/exception_status.h"
 #include "dropless/quantize.h"
 #include "reference/activation.h"
 #include "reference/operand.h"
@@ -35,7 +36,7 @@ double round_h(double h, DType operands) {
 
 }  // namespace
 
-Status expert_up(const ExpertUpArgs& args) {
+Status expert_up(const ExpertUpArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.x.dims[0];
   const int64_t width = args.x.dims[1];   // H
@@ -75,9 +76,11 @@ Status expert_up(const ExpertUpArgs& args) {
     if (!status.ok()) return status;
   }
   return write_rows(a, rows, hidden, args.scale_rounding, args.a, args.a_scale);
+} catch (...) {
+  return exception_status("expert_up");
 }
 
-Status expert_down_backward(const ExpertDownBackwardArgs& args) {
+Status expert_down_backward(const ExpertDownBackwardArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.dy.dims[0];
   const int64_t width = args.dy.dims[1];  // H
@@ -124,9 +127,11 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) {
   }
   Status status = write_rows(dh, rows * parts, hidden, rounding, args.dh, Tensor());
   return status.ok() ? write_rows(pa, rows, hidden, rounding, args.pa, Tensor()) : status;
+} catch (...) {
+  return exception_status("expert_down_backward");
 }
 
-Status expert_up_backward(const ExpertUpBackwardArgs& args) {
+Status expert_up_backward(const ExpertUpBackwardArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.dh.dims[0];     // M
   const int64_t parts = args.dh.dims[1];    // P
@@ -150,6 +155,8 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("expert_up_backward");
 }
 
 }  // namespace dropless::reference

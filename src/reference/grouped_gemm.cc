@@ -1,10 +1,11 @@
 #include "dropless/grouped_gemm.h"
 
+#include "core/exception_status.h"
 #include "reference/operand.h"
 
 namespace dropless::reference {
 
-Status grouped_gemm(const GroupedGemmArgs& args) {
+Status grouped_gemm(const GroupedGemmArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.lhs.dims[0];         // M
   const int64_t depth = args.lhs.dims[1];        // Kc
@@ -25,6 +26,8 @@ Status grouped_gemm(const GroupedGemmArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("grouped_gemm");
 }
 
 }  // namespace dropless::reference

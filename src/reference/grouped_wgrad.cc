@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "dropless/grouped_gemm.h"
 #include "reference/quantize_block.h"
@@ -50,7 +51,7 @@ struct Operand {
 
 }  // namespace
 
-Status grouped_wgrad(const GroupedWgradArgs& args) {
+Status grouped_wgrad(const GroupedWgradArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t kc = args.x.dims[1];
   const int64_t planes = args.dy.dims[1];  // P
@@ -79,6 +80,8 @@ Status grouped_wgrad(const GroupedWgradArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("grouped_wgrad");
 }
 
 }  // namespace dropless::reference

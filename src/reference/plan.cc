@@ -1,10 +1,11 @@
 #include <algorithm>
 
+#include "core/exception_status.h"
 #include "dropless/route.h"
 
 namespace dropless::reference {
 
-Status plan(const PlanArgs& args) {
+Status plan(const PlanArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t slots = args.ids.size();                 // T*K
   const int64_t num_experts = args.plan.counts.dims[0];  // E
@@ -32,6 +33,8 @@ Status plan(const PlanArgs& args) {
     offsets[e + 1] = row;
   }
   return Status();
+} catch (...) {
+  return exception_status("plan");
 }
 
 }  // namespace dropless::reference

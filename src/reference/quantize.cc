@@ -4,12 +4,13 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/exception_status.h"
 #include "core/index.h"
 #include "reference/quantize_block.h"
 
 namespace dropless::reference {
 
-Status quantize_rows(const QuantizeRowsArgs& args) {
+Status quantize_rows(const QuantizeRowsArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t rows = args.x.dims[0];
   const int64_t cols = args.x.dims[1];
@@ -27,9 +28,11 @@ Status quantize_rows(const QuantizeRowsArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("quantize_rows");
 }
 
-Status quantize_weight(const QuantizeWeightArgs& args) {
+Status quantize_weight(const QuantizeWeightArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t in = args.w.dims[1];
   const int64_t out = args.w.dims[2];
@@ -60,6 +63,8 @@ Status quantize_weight(const QuantizeWeightArgs& args) {
     }
   }
   return Status();
+} catch (...) {
+  return exception_status("quantize_weight");
 }
 
 }  // namespace dropless::reference

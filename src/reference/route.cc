@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/exception_status.h"
 #include "core/router_math.h"
 
 namespace dropless::reference {
@@ -161,7 +162,7 @@ void add_statistics_gradient(RouterScore score, const Row& z, const float* d_pro
 
 }  // namespace
 
-Status route(const RouteArgs& args) {
+Status route(const RouteArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const RouterOptions& options = args.options;
   const int64_t tokens = args.ids.dims[0];
@@ -204,9 +205,11 @@ Status route(const RouteArgs& args) {
   args.counters.as<int32_t>()[0] = real_tokens;
   args.counters.as<int32_t>()[1] = non_finite;
   return plan(PlanArgs{args.ids, args.capacity, args.plan});
+} catch (...) {
+  return exception_status("route");
 }
 
-Status route_backward(const RouteBackwardArgs& args) {
+Status route_backward(const RouteBackwardArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
   const int64_t tokens = args.ids.dims[0];
   const int64_t per_token = args.ids.dims[1];
@@ -230,6 +233,8 @@ Status route_backward(const RouteBackwardArgs& args) {
     for (int64_t e = 0; e < num_experts; ++e) store(args.d_logits, t * num_experts + e, dz[e]);
   }
   return Status();
+} catch (...) {
+  return exception_status("route_backward");
 }
 
 }  // namespace dropless::reference

@@ -264,6 +264,24 @@ TEST(Check, Quantisers) {
       {"quantize_weight", "'q_t'", "[E, out, in] with E=2, out=9, in=200", "[2, 200, 9]"});
 }
 
+TEST(Check, ScaleRoundingOutOfRange) {
+  constexpr auto kBad = static_cast<ScaleRounding>(2);
+  const std::vector<std::string> message = {"'scale_rounding'", "0 (fp32) or 1 (pow2)", "got 2"};
+  ExpertUpArgs up = expert_up_args();
+  ExpertDownBackwardArgs down = down_backward_args();
+  GroupedWgradArgs wgrad = wgrad_args();
+  up.scale_rounding = down.scale_rounding = wgrad.scale_rounding = kBad;
+  expect_error(up, message);
+  expect_error(down, message);
+  expect_error(wgrad, message);
+  expect_error(QuantizeRowsArgs{shaped(F32, {4, 9}), kBad, shaped(F8, {4, 9}), shaped(F32, {4, 1})},
+               message);
+  expect_error(
+      QuantizeWeightArgs{shaped(F32, {2, 3, 9}), kBad, shaped(F8, {2, 3, 9}), shaped(F8, {2, 9, 3}),
+                         shaped(F32, {2, 1, 1}), shaped(F32, {2, 1, 1})},
+      message);
+}
+
 TEST(Check, ReferenceAndCpuRefuseBadArguments) {
   RouteArgs a = route_args();
   a.ids = Tensor();

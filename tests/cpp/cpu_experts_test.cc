@@ -306,19 +306,19 @@ const std::vector<Case>& cases() {
   return all;
 }
 
-TEST_P(CpuExperts, a8_up_and_its_epilogue_in_every_group_pattern) {
+TEST_P(CpuExperts, A8_UpAndItsEpilogueInEveryGroupPattern) {
   Rng rng(1);
   for (const Groups& groups : adversarial_groups()) {
     for (const Case& c : cases()) expect_up(groups, 21, 35, c, rng, pool());
   }
 }
 
-TEST_P(CpuExperts, a8_up_with_several_blocks_of_columns) {
+TEST_P(CpuExperts, A8_UpWithSeveralBlocksOfColumns) {
   Rng rng(2);
   for (const Case& c : cases()) expect_up({"blocks", {34, 0, 3}, 1, 2}, 150, 290, c, rng, pool());
 }
 
-TEST_P(CpuExperts, up_without_h_writes_the_same_a) {
+TEST_P(CpuExperts, UpWithoutHWritesTheSameA) {
   Rng rng(3);
   const Groups groups{"no_h", {19, 6}};
   const Up up(groups, 30, 50, {DType::kBF16}, rng);
@@ -330,21 +330,21 @@ TEST_P(CpuExperts, up_without_h_writes_the_same_a) {
   EXPECT_TRUE(with.a.same_bits(without.a));
 }
 
-TEST_P(CpuExperts, a4_down_backward_in_every_group_pattern) {
+TEST_P(CpuExperts, A4_DownBackwardInEveryGroupPattern) {
   Rng rng(4);
   for (const Groups& groups : adversarial_groups()) {
     for (const Case& c : cases()) expect_down_backward(groups, 23, 37, c, rng, pool());
   }
 }
 
-TEST_P(CpuExperts, down_backward_with_several_blocks_of_columns) {
+TEST_P(CpuExperts, DownBackwardWithSeveralBlocksOfColumns) {
   Rng rng(5);
   for (const Case& c : cases()) {
     expect_down_backward({"blocks", {34, 0, 3}, 1, 2}, 150, 290, c, rng, pool());
   }
 }
 
-TEST_P(CpuExperts, a9_up_backward_sums_gate_and_up) {
+TEST_P(CpuExperts, A9_UpBackwardSumsGateAndUp) {
   Rng rng(6);
   std::vector<Groups> all = adversarial_groups();
   all.push_back({"deep", {34, 0, 3}, 1, 2});
@@ -367,7 +367,7 @@ TEST_P(CpuExperts, a9_up_backward_sums_gate_and_up) {
 }
 
 // Each of the two products on its own, then both: the third is their sum.
-TEST_P(CpuExperts, a9_dx_is_linear_in_gate_and_up) {
+TEST_P(CpuExperts, A9_DxIsLinearInGateAndUp) {
   Rng rng(7);
   const Groups groups{"linear", {20, 13}};
   UpBackward both(groups, 50, 70, DType::kF32, rng);

@@ -57,7 +57,7 @@ class CpuGroupedGemm : public CpuKernelTest {};
 // 127 and 129 around a scale block.
 constexpr int64_t kSizes[] = {1, 2, 15, 16, 17, 31, 33, 64, 127, 129};
 
-TEST_P(CpuGroupedGemm, a7_every_size_around_a_tile_edge) {
+TEST_P(CpuGroupedGemm, A7_EverySizeAroundATileEdge) {
   Rng rng(1);
   int which = 0;
   for (const int64_t m : kSizes) {
@@ -74,7 +74,7 @@ TEST_P(CpuGroupedGemm, a7_every_size_around_a_tile_edge) {
   }
 }
 
-TEST_P(CpuGroupedGemm, b1_adversarial_groups_in_every_dtype) {
+TEST_P(CpuGroupedGemm, B1_AdversarialGroupsInEveryDtype) {
   Rng rng(2);
   for (const Groups& groups : adversarial_groups()) {
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
@@ -87,7 +87,7 @@ TEST_P(CpuGroupedGemm, b1_adversarial_groups_in_every_dtype) {
   }
 }
 
-TEST_P(CpuGroupedGemm, d4_scale_blocks_one_to_five_and_odd_tails) {
+TEST_P(CpuGroupedGemm, D4_ScaleBlocksOneToFiveAndOddTails) {
   Rng rng(3);
   const Groups groups{"blocks", {17, 0, 2}, 1, 1};
   for (const int64_t depth : {127, 128, 255, 577}) {
@@ -101,7 +101,7 @@ TEST_P(CpuGroupedGemm, d4_scale_blocks_one_to_five_and_odd_tails) {
 }
 
 // Deeper than any kernel's K block, wider than an item's panel.
-TEST_P(CpuGroupedGemm, contraction_longer_than_a_block_and_rows_wider_than_a_panel) {
+TEST_P(CpuGroupedGemm, ContractionLongerThanABlockAndRowsWiderThanAPanel) {
   Rng rng(4);
   const Groups groups{"deep", {33, 2}, 0, 1};
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
@@ -110,7 +110,7 @@ TEST_P(CpuGroupedGemm, contraction_longer_than_a_block_and_rows_wider_than_a_pan
   }
 }
 
-TEST_P(CpuGroupedGemm, zero_sized_dimensions) {
+TEST_P(CpuGroupedGemm, ZeroSizedDimensions) {
   Rng rng(5);
   const Groups groups{"zero", {3, 4}, 0, 2};
   for (const auto& [depth, n] : {std::pair<int64_t, int64_t>{0, 5}, {7, 0}, {0, 0}}) {
@@ -121,7 +121,7 @@ TEST_P(CpuGroupedGemm, zero_sized_dimensions) {
 
 // XLA's threads may treat subnormal numbers as zero; an e4m3 weight of 2^-9 with scale 2^-126 is
 // one.
-TEST_P(CpuGroupedGemm, i2_subnormal_results_survive) {
+TEST_P(CpuGroupedGemm, I2_SubnormalResultsSurvive) {
   const Groups groups{"one", {1}};
   Rng rng(6);
   Gemm gemm(groups, 1, 1, DType::kF8E4M3, DType::kF32, true, false, rng);
@@ -137,7 +137,7 @@ TEST_P(CpuGroupedGemm, i2_subnormal_results_survive) {
 INSTANTIATE_TEST_SUITE_P(Kernels, CpuGroupedGemm, ::testing::ValuesIn(available_kernel_names()),
                          kernel_of);
 
-TEST(CpuKernels, one_is_chosen_and_portable_is_always_there) {
+TEST(CpuKernels, OneIsChosenAndPortableIsAlwaysThere) {
   const std::vector<std::string> names = available_kernel_names();
   EXPECT_EQ(cpu::kernels().name, names.front());
   EXPECT_EQ(names.back(), "portable");

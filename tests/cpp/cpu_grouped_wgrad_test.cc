@@ -84,7 +84,7 @@ void expect_equal_to_reference(const Wgrad& wgrad, const Groups& groups, Executo
 
 class CpuGroupedWgrad : public CpuKernelTest {};
 
-TEST_P(CpuGroupedWgrad, d1_b1_adversarial_groups_with_and_without_gather) {
+TEST_P(CpuGroupedWgrad, D1_B1_AdversarialGroupsWithAndWithoutGather) {
   Rng rng(1);
   int which = 0;
   for (const Groups& groups : adversarial_groups()) {
@@ -100,7 +100,7 @@ TEST_P(CpuGroupedWgrad, d1_b1_adversarial_groups_with_and_without_gather) {
   }
 }
 
-TEST_P(CpuGroupedWgrad, a7_every_size_around_a_tile_edge) {
+TEST_P(CpuGroupedWgrad, A7_EverySizeAroundATileEdge) {
   Rng rng(2);
   int which = 0;
   for (const int64_t kc : {1, 2, 15, 17, 31, 33, 64, 129}) {
@@ -116,7 +116,7 @@ TEST_P(CpuGroupedWgrad, a7_every_size_around_a_tile_edge) {
   }
 }
 
-TEST_P(CpuGroupedWgrad, e10_accumulates_into_what_is_there) {
+TEST_P(CpuGroupedWgrad, E10_AccumulatesIntoWhatIsThere) {
   Rng rng(3);
   const Groups groups{"accumulate", {9, 0, 70}, 0, 1};
   for (const DType result : {DType::kF32, DType::kBF16}) {
@@ -129,7 +129,7 @@ TEST_P(CpuGroupedWgrad, e10_accumulates_into_what_is_there) {
   }
 }
 
-TEST_P(CpuGroupedWgrad, d6_fp8_blocks_count_from_each_experts_first_row) {
+TEST_P(CpuGroupedWgrad, D6_Fp8BlocksCountFromEachExpertsFirstRow) {
   Rng rng(4);
   const Groups groups{"fp8", {127, 0, 129, 1, 300}, 3, 2};
   for (const Gather gather : {Gather::kNone, Gather::kLhs, Gather::kRhs}) {
@@ -142,7 +142,7 @@ TEST_P(CpuGroupedWgrad, d6_fp8_blocks_count_from_each_experts_first_row) {
   }
 }
 
-TEST_P(CpuGroupedWgrad, more_rows_than_a_block) {
+TEST_P(CpuGroupedWgrad, MoreRowsThanABlock) {
   Rng rng(5);
   const Groups groups{"long", {2500, 5}};
   for (const bool fp8 : {false, true}) {

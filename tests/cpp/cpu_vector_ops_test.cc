@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/gemm_kernel.h"
 #include "cpu/vector_ops.h"
 #include "tests/cpp/support/compare.h"
 
@@ -21,17 +22,16 @@ struct Set {
   const VectorOps* ops;
 };
 
+// One a VectorOps: sets that differ in their GEMM kernels alone share it.
 std::vector<Set> available_sets() {
-  std::vector<Set> sets = {{"portable", &cpu::kPortableVectorOps}};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    sets.push_back({"avx2", &cpu::kAvx2VectorOps});
+  int count = 0;
+  const cpu::KernelSet* all = cpu::available_kernels(&count);
+  std::vector<Set> sets;
+  for (int i = count; i-- > 0;) {
+    if (sets.empty() || sets.back().ops != all[i].vectors) {
+      sets.push_back({all[i].name, all[i].vectors});
+    }
   }
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    sets.push_back({"avx512", &cpu::kAvx512VectorOps});
-  }
-#endif
   return sets;
 }
 

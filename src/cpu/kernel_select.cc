@@ -1,9 +1,10 @@
-// Which micro-kernels this processor can run.
+// Which kernels this processor can run.
 #include <array>
 #include <atomic>
 #include <cstring>
 
 #include "cpu/gemm_kernel.h"
+#include "cpu/vector_ops.h"
 #include "dropless/cpu_kernel.h"
 
 #if defined(__x86_64__)
@@ -18,7 +19,7 @@ namespace dropless::cpu {
 namespace {
 
 constexpr KernelSet kPortableSet = {"portable", &kPortableF32Kernel, &kPortableBf16Kernel,
-                                    &kPortableRowOps};
+                                    &kPortableRowOps, &kPortableVectorOps};
 
 struct Available {
   std::array<KernelSet, 5> sets;
@@ -28,11 +29,14 @@ struct Available {
 
 #if defined(__x86_64__)
 
-constexpr KernelSet kAvx2Set = {"avx2", &kAvx2F32Kernel, &kAvx2Bf16Kernel, &kAvx2RowOps};
-constexpr KernelSet kAvx512Set = {"avx512", &kAvx512F32Kernel, &kAvx512Bf16Kernel, &kAvx512RowOps};
+constexpr KernelSet kAvx2Set = {"avx2", &kAvx2F32Kernel, &kAvx2Bf16Kernel, &kAvx2RowOps,
+                                &kAvx2VectorOps};
+constexpr KernelSet kAvx512Set = {"avx512", &kAvx512F32Kernel, &kAvx512Bf16Kernel, &kAvx512RowOps,
+                                  &kAvx512VectorOps};
 constexpr KernelSet kAvx512Bf16Set = {"avx512_bf16", &kAvx512F32Kernel, &kAvx512DotBf16Kernel,
-                                      &kAvx512RowOps};
-constexpr KernelSet kAmxSet = {"amx_bf16", &kAvx512F32Kernel, &kAmxBf16Kernel, &kAvx512RowOps};
+                                      &kAvx512RowOps, &kAvx512VectorOps};
+constexpr KernelSet kAmxSet = {"amx_bf16", &kAvx512F32Kernel, &kAmxBf16Kernel, &kAvx512RowOps,
+                               &kAvx512VectorOps};
 
 constexpr bool bit(unsigned word, int index) { return (word >> index & 1) != 0; }
 
@@ -108,6 +112,8 @@ const KernelSet& kernels() {
   const KernelSet* set = forced.load(std::memory_order_acquire);
   return set != nullptr ? *set : available().sets[0];
 }
+
+const VectorOps& vector_ops() { return *kernels().vectors; }
 
 const char* kernel_name() { return available().sets[0].name; }
 
