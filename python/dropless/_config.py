@@ -33,7 +33,7 @@ _FP8_CAPABILITIES = (9.0, 10.0)  # from the first up to, not including, the seco
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str | None) or value not in allowed:
         choices = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
@@ -170,8 +170,9 @@ class MoEConfig:
         ``ceil(expert_capacity_factor * T * K / E)`` assignments and drops the rest.
       overflow: ``"rounds"`` never drops; ``"drop"`` is the classic capacity layer.
       wgrad_precision: with ``precision="fp8"``, of the weight gradients' operands.
-      save_h: how the pre-activations are kept for the backward pass: ``"bf16"`` (float32 when the
-        operands are), or ``"fp8"`` at half the memory.
+      save_h: how the pre-activations are kept for the backward pass: ``"bf16"``, or ``"fp8"`` at
+        half the memory. Where the operands are float32 they are kept in float32: asking for
+        ``"f32"`` and ``"fp8"`` at once is an error, but ``"auto"`` may choose float32 on a CPU.
       scale_rounding: of FP8 scales: kept in ``"fp32"``, or rounded up to a power of two
         (``"pow2"``).
       fallback: ``"bf16"`` runs bfloat16 where FP8 was asked of a GPU that has none; None is an
@@ -228,6 +229,11 @@ class MoEConfig:
         _one_of("overflow", self.overflow, ("rounds", "drop"))
         _one_of("wgrad_precision", self.wgrad_precision, ("bf16", "fp8"))
         _one_of("save_h", self.save_h, ("bf16", "fp8"))
+        if self.save_h == "fp8" and self.precision == "f32":
+            raise ValueError(
+                'save_h="fp8" needs precision="bf16", "fp8" or "auto"; got precision="f32". Use '
+                'save_h="bf16", which keeps float32 pre-activations for float32 operands.'
+            )
         _one_of("scale_rounding", self.scale_rounding, ("fp32", "pow2"))
         _one_of("fallback", self.fallback, (None, "bf16"))
         _flag("strict", self.strict)

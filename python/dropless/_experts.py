@@ -37,16 +37,11 @@ class Spec:
 
     @classmethod
     def of(cls, cfg: MoEConfig, precision: str) -> Spec:
-        if cfg.save_h == "fp8" and precision == "f32":
-            raise ValueError(
-                'save_h="fp8" needs precision="bf16" or "fp8"; got precision="f32". Use '
-                'save_h="bf16", which keeps float32 pre-activations for float32 operands.'
-            )
         return cls(
             precision=precision,
             activation=cfg.glu,
             wgrad_fp8=precision == "fp8" and cfg.wgrad_precision == "fp8",
-            h_fp8=cfg.save_h == "fp8",
+            h_fp8=cfg.save_h == "fp8" and precision != "f32",
             scale_rounding=cfg.scale_rounding,
         )
 

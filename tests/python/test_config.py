@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dropless
@@ -35,6 +36,10 @@ def test_configs_are_frozen_and_hash_by_value():
             {"activation": "tanh"},
             r"activation must be one of 'silu', 'gelu', 'gelu_tanh', 'relu', .*; got 'tanh'",
         ),
+        (
+            {"activation": np.array(["silu", "gelu"])},
+            r"activation must be one of 'silu', 'gelu', 'gelu_tanh'; got array",
+        ),
         ({"expert_bias": 1}, r"expert_bias must be True or False; got 1"),
         ({"shared_expert_dim": 0}, r"shared_expert_dim must be an int >= 1; got 0"),
         (
@@ -48,6 +53,7 @@ def test_configs_are_frozen_and_hash_by_value():
         ({"overflow": "wrap"}, r"overflow must be one of 'rounds', 'drop'; got 'wrap'"),
         ({"wgrad_precision": "f32"}, r"wgrad_precision must be one of 'bf16', 'fp8'"),
         ({"save_h": "f32"}, r"save_h must be one of 'bf16', 'fp8'"),
+        ({"save_h": "fp8", "precision": "f32"}, r'save_h="fp8" needs precision="bf16", .*"f32"'),
         ({"scale_rounding": "up"}, r"scale_rounding must be one of 'fp32', 'pow2'"),
         ({"fallback": "f32"}, r"fallback must be one of None, 'bf16'"),
         ({"strict": "yes"}, r"strict must be True or False"),

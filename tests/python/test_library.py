@@ -265,7 +265,7 @@ def test_unknown_enum_value_is_an_error():
         ],
     )
     x = jax.numpy.zeros((2, 3), jax.numpy.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scale_rounding must be 0 .* but is 5"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"'scale_rounding' must be 0 .*, got 5"):
         call(x, scale_rounding=np.int32(5))[0].block_until_ready()
 
 

@@ -43,13 +43,16 @@ def routing_bytes(t, e, k):
         ("bf16", "fp8", jnp.bfloat16, 1.0),
         ("fp8", "bf16", jnp.bfloat16, 2.0),
         ("fp8", "fp8", jnp.bfloat16, 1.0),
+        # One config for GPUs and CPUs: where "auto" chooses float32, h stays float32.
+        ("auto", "fp8", jnp.float32, 4.0),
+        ("auto", "fp8", jnp.bfloat16, 1.0),
     ],
 )
 def test_saved_activations_are_x_h_and_the_routing(precision, save_h, x_dtype, h_bytes):
     cfg = dataclasses.replace(CONFIG, precision=precision, save_h=save_h)
     x, params, _ = oracle.layer_case(cfg, (T, H), x_dtype)
     m, i = T * cfg.experts_per_token, cfg.expert_dim
-    h = m * 2 * i * h_bytes + (m * 2 * 4 if save_h == "fp8" else 0)
+    h = m * 2 * i * h_bytes + (m * 2 * 4 if h_bytes == 1.0 else 0)
     limit = x.nbytes + h + routing_bytes(T, cfg.num_experts, cfg.experts_per_token)
     found = saved_bytes(cfg, x, params)
     # At least h, or the measurement is wrong; at most the formula and some scalars.
