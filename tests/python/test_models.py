@@ -145,6 +145,15 @@ def test_o1_every_source_tensor_is_consumed_or_listed(layout):
     assert f"gate.weight expected ({E}, {H}), got ({H}, {E})" in message
 
 
+def test_a_config_with_absurdly_many_experts_is_refused_at_once():
+    config = config_of("mixtral") | {"num_local_experts": 10**15}
+    with pytest.raises(ValueError, match=r"1000000000000000 experts .* and \d+ more$") as error:
+        dropless.models.from_hf(config, split_experts("mixtral", fused_tensors()))
+    assert len(str(error.value)) < 500
+    with pytest.raises(ValueError, match=r"gate.weight expected \(1000000000000000, "):
+        dropless.models.from_hf(config, fused_tensors())
+
+
 def test_mixed_layouts_are_refused():
     tensors = fused_tensors() | split_experts("mixtral", fused_tensors())
     with pytest.raises(ValueError, match="unexpected: experts.gate_up_proj"):

@@ -173,6 +173,13 @@ def read(
 ) -> dict[str, dict[str, Any]]:
     """Tensors to parameters, after checking that they are exactly those of the layout."""
     parts = family.layouts[layout]
+    if layout == "per_expert" and len(tensors) < dims.num_experts:
+        # Before the names of all tensors are made: there may be absurdly many.
+        raise ValueError(
+            f"{family.name}, layout {layout}: tensors do not fit; the config says "
+            f"{dims.num_experts} experts of several tensors each, but there are {len(tensors)} in "
+            f"all: {_some(list(tensors))}"
+        )
     arrays = {name: _as_array(value) for name, value in tensors.items()}
     expected = _union(part.tensors(dims) for part in parts)
     _check(f"{family.name}, layout {layout}: tensors", expected, arrays)
