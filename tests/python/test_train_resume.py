@@ -105,9 +105,8 @@ def test_killed_in_the_middle_of_a_save(
     with open(out / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 7, "lo')  # as if it had also cut a record short
     assert continue_run(out) == whole
-    assert (f"resuming after step {resumes_after}\n" in capfd.readouterr().out) == bool(
-        resumes_after
-    )
+    expected = f"after step {resumes_after}\n" if resumes_after else "starting again from step 1\n"
+    assert expected in capfd.readouterr().out
     assert not list((out / "checkpoints").glob("*tmp*"))
 
 
@@ -169,5 +168,7 @@ def test_a_run_that_cannot_be_resumed_keeps_its_settings(text, tmp_path, capsys)
         assert metrics.read_bytes() == good + line
     metrics.write_bytes(good)
     (out / "checkpoints").rename(out / "moved")
+    assert "checkpoints is missing, although the run has recorded 1 steps" in refused()
+    assert metrics.read_bytes() == good
     (out / "checkpoints").touch()
     assert "checkpoints is a file, not a folder" in refused()

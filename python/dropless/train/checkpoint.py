@@ -16,6 +16,16 @@ CHECKPOINT_FOLDER = "checkpoints"
 _KEPT = 3
 
 
+def check_folder(out: pathlib.Path, recorded: int) -> None:
+    """Raises ``UserError`` if a run that has recorded steps has lost its folder of checkpoints."""
+    folder = out / CHECKPOINT_FOLDER
+    if recorded and not folder.exists():
+        raise UserError(
+            f"{folder} is missing, although the run has recorded {recorded} steps; put the folder "
+            f"back, or start a new run with another --out."
+        )
+
+
 class Checkpoints:
     """Saves and restores a run's whole state: parameters, optimiser, step and position in the data.
 

@@ -69,59 +69,51 @@ class RunConfig:
         return self.batch_size * self.seq_len
 
 
-PRESETS = {
-    # Sized for two CPU cores and about three minutes, compilation included.
-    "tiny": RunConfig(
-        preset="tiny",
-        layers=3,
-        model_dim=128,
-        heads=4,
-        num_experts=8,
-        experts_per_token=2,
-        expert_dim=192,
-        seq_len=128,
-        batch_size=16,
-        steps=500,
-        learning_rate=4e-3,
-        warmup_steps=40,
-        eval_every=50,
-        checkpoint_every=100,
-    ),
-    # An hour on one data-centre GPU's scale of work; slow on a CPU.
-    "small": RunConfig(
-        preset="small",
-        layers=8,
-        model_dim=512,
-        heads=8,
-        num_experts=16,
-        experts_per_token=2,
-        expert_dim=704,
-        seq_len=512,
-        batch_size=32,
-        steps=5000,
-        learning_rate=1e-3,
-        warmup_steps=200,
-        eval_every=250,
-        checkpoint_every=500,
-    ),
-    # OLMoE's proportions (64 experts, 8 a token, I = H / 2) at a quarter of its width.
-    "olmoe-mini": RunConfig(
-        preset="olmoe-mini",
-        layers=8,
-        model_dim=512,
-        heads=8,
-        num_experts=64,
-        experts_per_token=8,
-        expert_dim=256,
-        seq_len=1024,
-        batch_size=16,
-        steps=5000,
-        learning_rate=1e-3,
-        warmup_steps=200,
-        eval_every=250,
-        checkpoint_every=500,
-    ),
-}
+# Sized for two CPU cores and about three minutes, compilation included.
+_TINY = RunConfig(
+    preset="tiny",
+    layers=3,
+    model_dim=128,
+    heads=4,
+    num_experts=8,
+    experts_per_token=2,
+    expert_dim=192,
+    seq_len=128,
+    batch_size=16,
+    steps=500,
+    learning_rate=4e-3,
+    warmup_steps=40,
+    eval_every=50,
+    checkpoint_every=100,
+)
+# An hour on one data-centre GPU's scale of work; slow on a CPU.
+_SMALL = RunConfig(
+    preset="small",
+    layers=8,
+    model_dim=512,
+    heads=8,
+    num_experts=16,
+    experts_per_token=2,
+    expert_dim=704,
+    seq_len=512,
+    batch_size=32,
+    steps=5000,
+    learning_rate=1e-3,
+    warmup_steps=200,
+    eval_every=250,
+    checkpoint_every=500,
+)
+# OLMoE's proportions (64 experts, 8 a token, I = H / 2) at a quarter of its width.
+_OLMOE_MINI = dataclasses.replace(
+    _SMALL,
+    preset="olmoe-mini",
+    num_experts=64,
+    experts_per_token=8,
+    expert_dim=256,
+    seq_len=1024,
+    batch_size=16,
+)
+PRESETS = {config.preset: config for config in (_TINY, _SMALL, _OLMOE_MINI)}
 
 
 def parse_mesh(value: str) -> tuple[tuple[str, int], ...]:
@@ -203,7 +195,7 @@ def from_json(values: dict[str, Any]) -> RunConfig:
     values["mesh"] = tuple((name, size) for name, size in values["mesh"])
     values["text"] = tuple(values["text"])
     config = RunConfig(**values)
-    for name, like in dataclasses.asdict(PRESETS["tiny"]).items():
+    for name, like in dataclasses.asdict(_TINY).items():
         value = getattr(config, name)
         kinds = {float: (int, float), type(None): (str, type(None))}.get(type(like), type(like))
         least = 0 if name in _MAY_BE_ZERO else 1

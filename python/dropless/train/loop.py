@@ -24,12 +24,12 @@ from absl import logging as absl_logging
 from dropless.train import data as text_data
 from dropless.train import report
 from dropless.train.breakdown import time_parts
-from dropless.train.checkpoint import Checkpoints
+from dropless.train.checkpoint import Checkpoints, check_folder
 from dropless.train.config import RunConfig, write_run_file
 from dropless.train.device import Device, choose_device, make_mesh
 from dropless.train.errors import UserError
 from dropless.train.feed_forward import compute_dtype, make_feed_forward
-from dropless.train.metrics import Events, MetricsLog, make_record
+from dropless.train.metrics import Events, MetricsLog, make_record, read_metrics
 from dropless.train.progress import Progress
 from dropless.train.step import init_state, make_eval_step, make_train_step
 from dropless.train.text import read_text
@@ -66,6 +66,7 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
             f"the text is not the one that the run in {out} was started with; restore the files, "
             f"or start a new run with another --out."
         )
+    check_folder(out, len(read_metrics(out)))
     config = dataclasses.replace(config, vocab_size=vocab_size)
     device = choose_device(config)
     console.print(f"device: {device.count} x {device.kind} ({device.platform}): {device.reason}")
@@ -176,6 +177,8 @@ class _Run:
             first, self.state, data_state = restored
             batches.set_state(data_state)
             self.console.print(f"resuming after step {first}")
+        elif read_metrics(self.out):  # a kill before the first save leaves this
+            self.console.print("there is no complete checkpoint: starting again from step 1")
         if first >= self.config.steps:
             self.console.print(f"step {first} is the last already; a larger --steps goes on")
         self.held_out = text_data.held_out_batches(self.held_out_tokens, self.config)
