@@ -15,6 +15,8 @@ import oracle
 from dropless._call import call
 from dropless._experts import Spec, experts
 
+pytestmark = pytest.mark.any_jax
+
 CONFIG = dropless.MoEConfig(5, 2, 72, precision="bf16", expert_bias=True)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import dropless
 
+pytestmark = pytest.mark.any_jax
+
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
 # Bound of the golden files' own README: relative to each array's largest value, in float32.

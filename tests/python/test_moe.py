@@ -134,6 +134,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("dtypes", ["x32_p32", "x16_p32", "x16_p16"])
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_q4_every_gradient_low_precision(name, dtypes):
@@ -182,6 +183,7 @@ def test_i8_prepared_experts_are_not_stale():
     np.testing.assert_allclose(second[0][0], 2 * first[0][0], rtol=1e-6)
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["plain", "sigmoid", "everything", "topk_first"])
 def test_gradients_by_finite_differences(name):
     cfg = dataclasses.replace(OPTIONS[name], num_experts=4, experts_per_token=2, expert_dim=9)

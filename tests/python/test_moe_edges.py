@@ -13,6 +13,8 @@ import dropless
 import oracle
 from test_moe import BASE, COEFFICIENTS, OPTIONS, SHAPE, base, check, layer, router, run
 
+pytestmark = pytest.mark.any_jax
+
 # --- padding -------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ import pytest
 
 import oracle
 
+pytestmark = pytest.mark.any_jax
+
 KINDS = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 
 

@@ -79,6 +79,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_e7_no_parameter_is_left_without_a_gradient(name, prepared):
@@ -101,6 +102,7 @@ def test_e7_no_parameter_is_left_without_a_gradient(name, prepared):
 # --- F: routing ----------------------------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("e", [256, 257, 384, 512, 1024])
 def test_f4_bfloat16_logits_of_many_experts_twenty_times(e):
     # bfloat16 has so few values that ties are everywhere.
@@ -131,6 +133,7 @@ def test_f5_a_forbidden_expert_never_wins_by_a_negative_bias():
 # --- G, H: determinism and statistics ------------------------------------------------------------
 
 
+@pytest.mark.any_jax
 def test_g1_order_and_weight_gradients_a_hundred_times():
     # T = 4097, K = 16, E = 128 as published; the widths are small, the order is what may vary.
     cfg = dropless.MoEConfig(128, 16, 8)
@@ -179,6 +182,7 @@ def fp8_wgrad(x, dy, offsets):
     )
 
 
+@pytest.mark.any_jax
 def test_i7_an_outlier_costs_its_own_block_of_128_tokens_and_column():
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal((500, n)).astype(np.float32) for n in (24, 17))
@@ -225,6 +229,7 @@ def test_i9_training_goes_on_bit_for_bit_from_the_parameters_alone():
     jax.tree.map(np.testing.assert_array_equal, resumed, params)
 
 
+@pytest.mark.any_jax
 def test_i10_a_hundred_seeds_of_fp8_stay_near_bfloat16():
     cfgs = [dataclasses.replace(BASE, **o) for o in (FP8, {"precision": "bf16"})]
 
@@ -255,6 +260,7 @@ def test_i10_a_hundred_seeds_of_fp8_stay_near_bfloat16():
         assert np.sqrt(error) <= limit * np.sqrt(scale), path
 
 
+@pytest.mark.any_jax
 def test_i11_rows_and_blocks_of_zeros():
     # Dropout and padding leave zeros: whole rows, and whole blocks of 128 within a row.
     cfg = dropless.MoEConfig(5, 2, 136, **FP8)

@@ -20,6 +20,8 @@ from dropless._call import call
 from dropless._experts import Spec, experts
 from dropless._params import prepare_weight
 
+pytestmark = pytest.mark.any_jax
+
 FP8 = {"precision": "fp8", "wgrad_precision": "fp8", "save_h": "fp8"}
 PRECISIONS = {"f32": {"precision": "f32"}, "bf16": {"precision": "bf16"}, "fp8": FP8}
 

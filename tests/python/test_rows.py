@@ -10,6 +10,8 @@ import pytest
 import dropless
 import oracle
 
+pytestmark = pytest.mark.any_jax
+
 KINDS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 

@@ -11,6 +11,8 @@ from dropless.train import config as settings
 from dropless.train.cli import main
 from train_runs import SMALL, run_program, write_text
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture
 def text(tmp_path):

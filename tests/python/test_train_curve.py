@@ -84,6 +84,7 @@ def train(ffn) -> np.ndarray:
     return np.array(jax.device_get(losses), np.float64)
 
 
+@pytest.mark.any_jax
 def test_two_hundred_steps_give_the_plain_models_curve():
     """Training amplifies rounding, so the bound is what rounding alone does to the plain model.
 
@@ -120,6 +121,7 @@ def test_every_gradient_of_the_whole_model_is_the_plain_models():
         assert error < bound, (jax.tree_util.keystr(path), error, bound)
 
 
+@pytest.mark.any_jax
 def test_a_small_model_learns_the_standard_librarys_source(tmp_path):
     """A short run of few parameters is far below what single bytes tell (about 3.2 nats)."""
     flags = "--model-dim 64 --heads 2 --layers 1 --expert-dim 64 --seq-len 64 --batch-size 8"

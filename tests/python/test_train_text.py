@@ -14,6 +14,8 @@ from dropless.train.errors import UserError
 from dropless.train.text import read_text
 from train_runs import write_text
 
+pytestmark = pytest.mark.any_jax
+
 WINDOW = 17
 
 
