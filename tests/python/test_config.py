@@ -38,7 +38,7 @@ def test_configs_are_frozen_and_hash_by_value():
         ),
         (
             {"activation": np.array(["silu", "gelu"])},
-            r"activation must be one of 'silu', 'gelu', 'gelu_tanh'; got array",
+            r"activation must be one of 'silu', .*; got array",
         ),
         ({"expert_bias": 1}, r"expert_bias must be True or False; got 1"),
         ({"shared_expert_dim": 0}, r"shared_expert_dim must be an int >= 1; got 0"),
