@@ -78,7 +78,7 @@ def activation(kind, z, slope=1.0):
 
 
 def glu(options, gate, up):
-    """A of pre-activations, of a name or a ``dropless.Activation``; no limit is ever met exactly."""
+    """A of pre-activations, of a name or a ``dropless.Activation``; no limit is met exactly."""
     if isinstance(options, str):
         return activation(options, gate) * up
     if options.gate_limit is not None:

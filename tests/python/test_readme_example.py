@@ -29,15 +29,15 @@ def scaled_down(code):
 
 def test_readme():
     (code,) = snippets("README.md")
-    x = jax.random.normal(jax.random.key(0), (3, 5, H))
-    names = {"jax": jax, "x": x}
+    names = {}  # a newcomer has nothing else
     exec(scaled_down(code), names)
+    x = names["x"]
     assert isinstance(names["aux"], dropless.MoEAux)
     assert names["y"].shape == x.shape and bool(jnp.isfinite(names["y"]).all())
     want, _ = dropless.moe(x, names["params"], names["cfg"])
     assert np.array_equal(names["y"], want)
     layer = names["layer"]
-    assert int(layer.aux.expert_counts.sum()) == 15 * layer.config.experts_per_token
+    assert int(layer.aux.expert_counts.sum()) == 4 * 128 * layer.config.experts_per_token
 
 
 def test_models_page():
