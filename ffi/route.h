@@ -18,28 +18,32 @@ inline PlanOutputs decode_plan(Decoder& d, Out& counts, Out& offsets, Out& slot_
   return plan;
 }
 
-inline RouterOptions decode_router(Decoder& d, int32_t score, int32_t score_before_topk,
-                                   int32_t renormalize, float renormalize_eps, float scale) {
-  if (score != static_cast<int32_t>(RouterScore::kSoftmax) &&
-      score != static_cast<int32_t>(RouterScore::kSigmoid)) {
-    d.fail("score must be 0 (softmax) or 1 (sigmoid), but is " + std::to_string(score));
+// Attributes of the weights, which route and route_backward share.
+inline RouterOptions decode_weights(Decoder& d, int32_t score, int32_t score_before_topk,
+                                    int32_t renormalize, float renormalize_eps,
+                                    int32_t renormalize_clamp, float scale) {
+  if (score < 0 || score > static_cast<int32_t>(RouterScore::kIdentity)) {
+    d.fail("score must be 0 (softmax), 1 (sigmoid), 2 (sqrt-softplus) or 3 (identity), but is " +
+           std::to_string(score));
   }
   RouterOptions options;
   options.score = static_cast<RouterScore>(score);
   options.score_before_topk = score_before_topk != 0;
   options.renormalize = renormalize != 0;
   options.renormalize_eps = renormalize_eps;
+  options.renormalize_clamp = renormalize_clamp != 0;
   options.scale = scale;
   return options;
 }
 
 template <class Binding>
-auto bind_router(Binding binding) {
+auto bind_weights(Binding binding) {
   return std::move(binding)
       .template Attr<int32_t>("score")
       .template Attr<int32_t>("score_before_topk")
       .template Attr<int32_t>("renormalize")
       .template Attr<float>("renormalize_eps")
+      .template Attr<int32_t>("renormalize_clamp")
       .template Attr<float>("scale");
 }
 
@@ -70,10 +74,11 @@ struct Plan {
 struct Route {
   template <class Binding>
   static auto bind(Binding binding) {
-    return bind_router(std::move(binding)
+    return bind_weights(std::move(binding)
                            .template Arg<ffi::AnyBuffer>()   // logits [T, E]
                            .template Arg<ffi::AnyBuffer>()   // selection_bias [E] or (0,)
                            .template Arg<ffi::AnyBuffer>()   // mask [T] or (0,)
+                           .template Arg<ffi::AnyBuffer>()   // forced_ids [T, K] or (0,)
                            .template Ret<ffi::AnyBuffer>()   // ids [T, K]
                            .template Ret<ffi::AnyBuffer>()   // weights [T, K]
                            .template Ret<ffi::AnyBuffer>()   // prob_sum [E]
@@ -84,20 +89,32 @@ struct Route {
                            .template Ret<ffi::AnyBuffer>()   // slot_of_row [M]
                            .template Ret<ffi::AnyBuffer>()   // row_of_slot [T, K]
                            .template Ret<ffi::AnyBuffer>())  // workspace
+        .template Attr<int32_t>("num_groups")
+        .template Attr<int32_t>("groups_kept")
+        .template Attr<int32_t>("group_score_experts")
+        .template Attr<int32_t>("group_mask_zero")
         .template Attr<int64_t>("capacity");
   }
 
-  static RouteArgs decode(Decoder& d, In logits, In selection_bias, In mask, Out ids, Out weights,
-                          Out prob_sum, Out sums, Out counters, Out counts, Out offsets,
-                          Out slot_of_row, Out row_of_slot, Out workspace, int32_t score,
-                          int32_t score_before_topk, int32_t renormalize, float renormalize_eps,
-                          float scale, int64_t capacity) {
+  static RouteArgs decode(Decoder& d, In logits, In selection_bias, In mask, In forced_ids, Out ids,
+                          Out weights, Out prob_sum, Out sums, Out counters, Out counts,
+                          Out offsets, Out slot_of_row, Out row_of_slot, Out workspace,
+                          int32_t score, int32_t score_before_topk, int32_t renormalize,
+                          float renormalize_eps, int32_t renormalize_clamp, float scale,
+                          int32_t num_groups, int32_t groups_kept, int32_t group_score_experts,
+                          int32_t group_mask_zero, int64_t capacity) {
     RouteArgs args;
     d.workspace(workspace);
-    args.options = decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    args.options = decode_weights(d, score, score_before_topk, renormalize, renormalize_eps,
+                                  renormalize_clamp, scale);
+    args.options.num_groups = num_groups;
+    args.options.groups_kept = groups_kept;
+    args.options.group_score_experts = group_score_experts;
+    args.options.group_mask_zero = group_mask_zero != 0;
     args.logits = d.in("logits", logits);
     args.selection_bias = d.optional_in("selection_bias", selection_bias);
     args.mask = d.optional_in("mask", mask);
+    args.forced_ids = d.optional_in("forced_ids", forced_ids);
     args.capacity = capacity;
     args.ids = d.out("ids", ids);
     args.weights = d.out("weights", weights);
@@ -112,9 +129,8 @@ struct Route {
 struct RouteBackward {
   template <class Binding>
   static auto bind(Binding binding) {
-    return bind_router(std::move(binding)
+    return bind_weights(std::move(binding)
                            .template Arg<ffi::AnyBuffer>()    // logits [T, E]
-                           .template Arg<ffi::AnyBuffer>()    // mask [T] or (0,)
                            .template Arg<ffi::AnyBuffer>()    // ids [T, K]
                            .template Arg<ffi::AnyBuffer>()    // d_weights [T, K]
                            .template Arg<ffi::AnyBuffer>()    // d_prob_sum [E]
@@ -122,14 +138,14 @@ struct RouteBackward {
                            .template Ret<ffi::AnyBuffer>());  // d_logits [T, E]
   }
 
-  static RouteBackwardArgs decode(Decoder& d, In logits, In mask, In ids, In d_weights,
-                                  In d_prob_sum, In d_sums, Out d_logits, int32_t score,
+  static RouteBackwardArgs decode(Decoder& d, In logits, In ids, In d_weights, In d_prob_sum,
+                                  In d_sums, Out d_logits, int32_t score,
                                   int32_t score_before_topk, int32_t renormalize,
-                                  float renormalize_eps, float scale) {
+                                  float renormalize_eps, int32_t renormalize_clamp, float scale) {
     RouteBackwardArgs args;
-    args.options = decode_router(d, score, score_before_topk, renormalize, renormalize_eps, scale);
+    args.options = decode_weights(d, score, score_before_topk, renormalize, renormalize_eps,
+                                  renormalize_clamp, scale);
     args.logits = d.in("logits", logits);
-    args.mask = d.optional_in("mask", mask);
     args.ids = d.in("ids", ids);
     args.d_weights = d.in("d_weights", d_weights);
     args.d_prob_sum = d.in("d_prob_sum", d_prob_sum);

@@ -14,7 +14,7 @@ import numpy as np
 
 _log = logging.getLogger("dropless")
 
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 PRECISIONS = ("auto", "f32", "bf16", "fp8")
 
@@ -60,33 +60,106 @@ def _flag(name: str, value: Any) -> None:
 class RouterConfig:
     """How tokens choose experts and how the chosen outputs are weighed.
 
+    Logits z become scores. With ``score_before_topk`` the *ranked values* are the scores of all E
+    experts (plus ``selection_bias``), else the logits (plus ``selection_bias``). The K largest
+    ranked values are taken: equal ones lowest index first, NaN last.
+
     Attributes:
-      score: ``"softmax"`` over experts, or ``"sigmoid"`` of each expert alone (DeepSeek-V3).
+      score: ``"softmax"`` over experts, or of each expert alone ``"sigmoid"`` (DeepSeek-V3),
+        ``"sqrt_softplus"``, sqrt(log(1 + exp(z))) (DeepSeek-V4), or ``"identity"``, the logit.
       score_before_topk: True scores all E experts and then takes the K best; False takes the K best
         logits and scores those alone (Mixtral, gpt-oss, Granite). With softmax and ``renormalize``
         the two give equal weights.
       renormalize: divide a token's K weights by their sum (Qwen's ``norm_topk_prob``).
       renormalize_eps: added to that sum; DeepSeek-V3 uses 1e-20.
+      renormalize_clamp: the divisor is max(sum, renormalize_eps) instead (ERNIE-4.5, 1e-12).
       scale: multiplies the weights last (DeepSeek's ``routed_scaling_factor``).
+      expert_scale: then ``params["router"]["expert_scale"]`` ([E], trained) multiplies the weights
+        of each expert (Gemma-4).
+      weight_on: the weights multiply each expert's ``"output"``, or its ``"input"`` (Llama-4).
       selection_bias: ``params["router"]["selection_bias"]`` ([E], float32) is added when experts
-        are selected and never to their weights. It is state, not a parameter: its gradient is zero.
+        are selected and never to their weights. It is state, not a parameter: its gradient is zero,
+        and ``update_selection_bias`` moves it.
       bias: ``params["router"]["bias"]`` ([E]) is added to the logits (gpt-oss).
+      num_groups: experts form this many equal groups of neighbours. 1: no groups.
+      groups_kept: experts are taken from this many groups, those of the best scores.
+      group_score_experts: a group's score is the sum of this many of its best ranked values: 1 is
+        their maximum (DeepSeek-V2), 2 DeepSeek-V3's rule.
+      group_mask: what replaces the ranked values of the other groups: ``"-inf"``, or ``"zero"`` as
+        in DeepSeek's published code, where a negative selection bias lets masked experts win.
+      expert_table: size V of a fixed table that maps token ids to experts instead of the logits
+        (DeepSeek-V4's first layers): ``params["router"]["expert_table"]`` ([V, K] of whole numbers,
+        float32 so that ``jax.grad`` takes the whole of ``params``; state like ``selection_bias``).
+        The weights still are those of the logits.
+      jitter: for training: x is multiplied, element by element, by a random number from 1 - jitter
+        to 1 + jitter, for the router and the experts alike (Mixtral's ``router_jitter_noise``). It
+        happens where a key is given: ``moe(..., jitter_key=)``.
+      balance_loss: what ``MoEAux.load_balance_loss`` averages over: the whole ``"batch"``, or each
+        ``"sequence"`` (x is then [..., S, H]) on its own (DeepSeek-V3, arXiv 2412.19437, eq.
+        17-20).
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus", "identity"] = "softmax"
     score_before_topk: bool = True
     renormalize: bool = True
     renormalize_eps: float = 0.0
     scale: float = 1.0
     selection_bias: bool = False
     bias: bool = False
+    renormalize_clamp: bool = False
+    expert_scale: bool = False
+    weight_on: Literal["output", "input"] = "output"
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score_experts: int = 1
+    group_mask: Literal["-inf", "zero"] = "-inf"
+    expert_table: int | None = None
+    jitter: float = 0.0
+    balance_loss: Literal["batch", "sequence"] = "batch"
 
     def __post_init__(self):
         _one_of("RouterConfig.score", self.score, SCORES)
-        for name in ("score_before_topk", "renormalize", "selection_bias", "bias"):
+        for name in (
+            *("score_before_topk", "renormalize", "renormalize_clamp"),
+            *("selection_bias", "bias", "expert_scale"),
+        ):
             _flag(f"RouterConfig.{name}", getattr(self, name))
         _real("RouterConfig.renormalize_eps", self.renormalize_eps, positive=False)
         _real("RouterConfig.scale", self.scale, positive=True)
+        _one_of("RouterConfig.weight_on", self.weight_on, ("output", "input"))
+        for name in ("num_groups", "groups_kept", "group_score_experts"):
+            check_integer(f"RouterConfig.{name}", getattr(self, name), 1)
+        if self.groups_kept > self.num_groups:
+            raise ValueError(
+                f"RouterConfig.groups_kept must be at most num_groups; got groups_kept="
+                f"{self.groups_kept} and num_groups={self.num_groups}."
+            )
+        _one_of("RouterConfig.group_mask", self.group_mask, ("-inf", "zero"))
+        if self.expert_table is not None:
+            check_integer("RouterConfig.expert_table", self.expert_table, 1)
+        _real("RouterConfig.jitter", self.jitter, positive=False)
+        if self.jitter > 1:
+            raise ValueError(f"RouterConfig.jitter must be from 0 to 1; got {self.jitter!r}.")
+        _one_of("RouterConfig.balance_loss", self.balance_loss, ("batch", "sequence"))
+
+    def check_groups(self, num_experts: int, experts_per_token: int) -> None:
+        """Raises unless the groups fit E experts of which K are taken."""
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"RouterConfig.num_groups must divide num_experts; got num_groups="
+                f"{self.num_groups} and num_experts={num_experts}."
+            )
+        group = num_experts // self.num_groups
+        if self.groups_kept * group < experts_per_token:
+            raise ValueError(
+                f"the kept groups must hold experts_per_token experts; got groups_kept="
+                f"{self.groups_kept} groups of {group} and experts_per_token={experts_per_token}."
+            )
+        if self.num_groups > 1 and self.group_score_experts > group:
+            raise ValueError(
+                f"RouterConfig.group_score_experts must be at most the {group} experts of a group; "
+                f"got {self.group_score_experts}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +286,7 @@ class MoEConfig:
             check_integer("expert_dim", self.expert_dim, 1)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a dropless.RouterConfig; got {self.router!r}.")
+        self.router.check_groups(self.num_experts, self.experts_per_token)
         if not isinstance(self.activation, Activation):
             _one_of("activation", self.activation, ACTIVATIONS)
         elif self.activation == Activation(self.activation.kind):

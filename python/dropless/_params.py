@@ -13,7 +13,7 @@ from dropless._call import call
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 
 # Leaves that are state: no gradient and no optimiser changes them.
-STATE_NAMES = frozenset({"selection_bias"})
+STATE_NAMES = frozenset({"selection_bias", "expert_table"})
 
 PARAM_DTYPES = (jnp.float32, jnp.bfloat16)
 MATRICES = ("gate", "up", "down")
@@ -45,6 +45,10 @@ def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[in
         router["bias"] = (e,)
     if cfg.router.selection_bias:
         router["selection_bias"] = (e,)
+    if cfg.router.expert_scale:
+        router["expert_scale"] = (e,)
+    if cfg.router.expert_table is not None:
+        router["expert_table"] = (cfg.router.expert_table, cfg.experts_per_token)
     experts = {"gate": (e, h, i), "up": (e, h, i), "down": (e, i, h)}
     if cfg.expert_bias:
         experts |= {"gate_bias": (e, i), "up_bias": (e, i), "down_bias": (e, h)}
@@ -61,6 +65,17 @@ def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[in
     return shapes
 
 
+def initial_vector(name: str, shape: tuple[int, ...], cfg: MoEConfig, dtype: Any) -> jax.Array:
+    """What a leaf that is no matrix of the layer starts as; state is float32."""
+    if name == "expert_scale":
+        return jnp.ones(shape, dtype)
+    if name == "expert_table":
+        # Neighbours in turn: every expert serves as many tokens of the vocabulary as the next.
+        slots = jnp.arange(shape[0] * shape[1]) % cfg.num_experts
+        return slots.reshape(shape).astype(jnp.float32)
+    return jnp.zeros(shape, jnp.float32 if name in STATE_NAMES else dtype)
+
+
 def init(
     key: jax.Array,
     model_dim: int,
@@ -71,7 +86,9 @@ def init(
 ) -> dict[str, dict[str, jax.Array]]:
     """Parameters of a layer as a plain dict pytree.
 
-    ``router``: ``kernel [H,E]``, and as configured ``bias [E]``, ``selection_bias [E]`` (float32).
+    ``router``: ``kernel [H,E]``, and as configured ``bias [E]``, ``expert_scale [E]`` (ones),
+    ``selection_bias [E]`` (float32) and ``expert_table [V,K]`` (float32; neighbouring experts in
+    turn until a table is given).
     ``experts``: ``gate [E,H,I]``, ``up [E,H,I]``, ``down [E,I,H]``, and as configured ``gate_bias
     [E,I]``, ``up_bias [E,I]``, ``down_bias [E,H]``. ``shared``, as configured: ``gate [H,S]``, ``up
     [H,S]``, ``down [S,H]``, ``output_gate [H,1]``. Experts that are not gated have no ``up``.
@@ -123,8 +140,7 @@ def init(
     for group, leaves in shapes.items():
         for name, shape in leaves.items():
             if name not in params[group]:
-                dtype = jnp.float32 if name in STATE_NAMES else param_dtype
-                params[group][name] = jnp.zeros(shape, dtype)
+                params[group][name] = initial_vector(name, shape, cfg, param_dtype)
     return params
 
 
@@ -167,6 +183,11 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
                     f"I = {shapes['experts']['gate'][2]}); got {jnp.shape(leaf)}."
                 )
             check_float_dtype(label, leaf.dtype)
+            if name == "expert_table" and leaf.dtype != jnp.float32:
+                raise TypeError(
+                    f"{label} must be float32, which holds every expert's number exactly; got "
+                    f"{leaf.dtype.name}."
+                )
     for group in ("experts", "shared"):
         leaves = params[group] if group in shapes else {}
         if "up" in leaves and leaves["gate"].dtype != leaves["up"].dtype:
@@ -178,7 +199,7 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
 
 
 def trainable_mask(params: Any) -> Any:
-    """A pytree like ``params``: False at state (``selection_bias``), True at all that is trained.
+    """A pytree like ``params``: False at state (``selection_bias``, ``expert_table``), True at all that is trained.
 
     For optimisers over plain dicts, for example ``optax.masked(optimizer, trainable_mask)``.
     """

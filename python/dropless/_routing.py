@@ -48,11 +48,11 @@ class Routing(Plan):
     Sums run over real (unmasked) tokens, so adding those of several devices gives global ones.
 
     Attributes:
-      ids: [T, K] int32, K distinct experts a token, best first: larger scores first, equal ones
-        lowest index first, NaN after everything; -1 for padding.
+      ids: [T, K] int32, K distinct experts a token, best first: larger ranked values first, equal
+        ones lowest index first, NaN after everything; -1 for padding.
       weights: [T, K] float32; 0 for padding.
-      prob_sum: [E] float32, sum over tokens of softmax(logits), or of the sigmoid scores divided by
-        their sum over the experts (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
+      prob_sum: [E] float32, sum over tokens of softmax(logits), or of the sigmoid or sqrt-softplus
+        scores divided by their sum over the experts (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
       lse_square_sum: scalar float32, sum over tokens of logsumexp(logits)^2.
       entropy_sum: scalar float32, sum over tokens of the entropy, in nats, of what prob_sum sums.
       tokens: scalar int32, real tokens.
@@ -92,6 +92,8 @@ def route(
     *,
     selection_bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
 ) -> Routing:
     """Chooses K experts for each token; all arithmetic is float32.
 
@@ -110,8 +112,9 @@ def route(
       ValueError, TypeError: a shape or dtype is not what is listed above.
     """
     check_config(cfg)
-    logits, mask, selection_bias = (
-        a if a is None else jnp.asarray(a) for a in (logits, mask, selection_bias)
+    logits, mask, selection_bias, expert_ids, expert_scale = (
+        a if a is None else jnp.asarray(a)
+        for a in (logits, mask, selection_bias, expert_ids, expert_scale)
     )
     e, k = cfg.num_experts, cfg.experts_per_token
     if logits.ndim != 2 or logits.shape[1] != e:
@@ -119,14 +122,8 @@ def route(
             f"logits must have shape [T, E] with E = num_experts = {e}; got {logits.shape}."
         )
     check_float_dtype("logits", logits.dtype)
-    if (selection_bias is not None) != cfg.router.selection_bias:
-        raise ValueError(
-            f"selection_bias must be given exactly if RouterConfig.selection_bias is True; got "
-            f"{'an array' if selection_bias is not None else 'None'} and "
-            f"RouterConfig.selection_bias={cfg.router.selection_bias}."
-        )
-    if selection_bias is not None and selection_bias.shape != (e,):
-        raise ValueError(f"selection_bias must have shape ({e},); got {selection_bias.shape}.")
+    _check_vector("selection_bias", selection_bias, cfg.router.selection_bias, e)
+    _check_vector("expert_scale", expert_scale, cfg.router.expert_scale, e)
     t = logits.shape[0]
     check_rows(t, k)
     if mask is not None:
@@ -136,13 +133,32 @@ def route(
         mask = (mask != 0).astype(jnp.uint8)
     if selection_bias is not None:
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
+    if expert_ids is not None:
+        if expert_ids.shape != (t, k) or not jnp.issubdtype(expert_ids.dtype, jnp.integer):
+            raise ValueError(
+                f"expert_ids must be integers of shape [T, K] = ({t}, {k}); got "
+                f"{expert_ids.dtype.name}{list(expert_ids.shape)}."
+            )
+        expert_ids = expert_ids.astype(jnp.int32)
     if t == 0:
         return _route_nothing(e, k)
-    operands = unify_axes((logits, selection_bias, mask))
-    ids, weights, prob_sum, sums, counters, *plan = _route(
+    operands = unify_axes((logits, selection_bias, mask, expert_ids))
+    ids, weights, prob_sum, sums, counters, *places = _route(
         (cfg.router, k, cfg.capacity(t)), *operands
     )
-    return Routing(*plan, ids, weights, prob_sum, sums[0], sums[1], counters[0], counters[1])
+    if expert_scale is not None:
+        weights = _scale_by_expert(*unify_axes((weights, expert_scale)), ids)
+    return Routing(*places, ids, weights, prob_sum, sums[0], sums[1], counters[0], counters[1])
+
+
+def _check_vector(name: str, value: jax.Array | None, wanted: bool, e: int) -> None:
+    if (value is not None) != wanted:
+        raise ValueError(
+            f"{name} must be given exactly if RouterConfig.{name} is True; got "
+            f"{'an array' if value is not None else 'None'} and RouterConfig.{name}={wanted}."
+        )
+    if value is not None and value.shape != (e,):
+        raise ValueError(f"{name} must have shape ({e},); got {value.shape}.")
 
 
 def _route_nothing(e: int, k: int) -> Routing:
@@ -158,18 +174,58 @@ def _route_nothing(e: int, k: int) -> Routing:
     )  # fmt: skip
 
 
-def _attributes(router: RouterConfig) -> dict[str, Any]:
+@jax.custom_vjp
+def _scale_by_expert(weights, scale, ids):
+    """weights [T, K] times scale [E] of each slot's expert; slots without one keep their 0."""
+    return jnp.where(ids < 0, 0.0, weights * scale.astype(jnp.float32)[jnp.maximum(ids, 0)])
+
+
+def _scale_by_expert_fwd(weights, scale, ids):
+    return _scale_by_expert(weights, scale, ids), (weights, scale, ids)
+
+
+def _scale_by_expert_bwd(residuals, d_scaled):
+    weights, scale, ids = residuals
+    # Each expert's slots are added in their order: the scatter-add that autodiff would make is not
+    # deterministic on a GPU.
+    places = plan(ids, scale.shape[0])
+    (d_scale,) = call(
+        "group_sum",
+        [((scale.shape[0], 1, 1), jnp.float32)],
+        [(d_scaled * weights).reshape(-1, 1, 1), places.slot_of_row, None, places.offsets],
+        gather=1,
+        experts_per_token=1,
+    )
+    d_weights = _scale_by_expert(d_scaled, scale, ids)
+    return d_weights, d_scale[:, 0, 0].astype(scale.dtype), None
+
+
+_scale_by_expert.defvjp(_scale_by_expert_fwd, _scale_by_expert_bwd)
+
+
+def _weight_attributes(router: RouterConfig) -> dict[str, Any]:
     return {
         "score": SCORES.index(router.score),
         "score_before_topk": router.score_before_topk,
         "renormalize": router.renormalize,
         "renormalize_eps": router.renormalize_eps,
+        "renormalize_clamp": router.renormalize_clamp,
         "scale": router.scale,
     }
 
 
+def _attributes(router: RouterConfig) -> dict[str, Any]:
+    return {
+        **_weight_attributes(router),
+        "num_groups": router.num_groups,
+        "groups_kept": router.groups_kept,
+        "group_score_experts": router.group_score_experts,
+        "group_mask_zero": router.group_mask == "zero",
+    }
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _route(static, logits, selection_bias, mask):
+def _route(static, logits, selection_bias, mask, expert_ids):
     router, k, capacity = static
     t, e = logits.shape
     i32, f32 = jnp.int32, jnp.float32
@@ -177,30 +233,30 @@ def _route(static, logits, selection_bias, mask):
         ((t, k), i32), ((t, k), f32), ((e,), f32), ((2,), f32), ((2,), i32),
         ((e,), i32), ((e + 1,), i32), ((t * k,), i32), ((t, k), i32),
     ]  # fmt: skip
-    operands = [logits, selection_bias, mask]
+    operands = [logits, selection_bias, mask, expert_ids]
     attributes = _attributes(router)
     return tuple(
         call("route", results, operands, workspace=(t, e), capacity=capacity, **attributes)
     )
 
 
-def _route_fwd(static, logits, selection_bias, mask):
-    outputs = _route(static, logits, selection_bias, mask)
+def _route_fwd(static, logits, selection_bias, mask, expert_ids):
+    outputs = _route(static, logits, selection_bias, mask, expert_ids)
     outputs = tuple(checkpoint_name(o, "dropless_routing") for o in outputs)
-    return outputs, (logits, mask, outputs[0])
+    return outputs, (logits, outputs[0])
 
 
 def _route_bwd(static, residuals, cotangents):
     router, _, _ = static
-    logits, mask, ids = residuals
+    logits, ids = residuals
     _, d_weights, d_prob_sum, d_sums, *_ = cotangents
     (d_logits,) = call(
         "route_backward",
         [(logits.shape, jnp.float32)],
-        [logits, mask, ids, d_weights, d_prob_sum, d_sums],
-        **_attributes(router),
+        [logits, ids, d_weights, d_prob_sum, d_sums],
+        **_weight_attributes(router),
     )
-    return d_logits.astype(logits.dtype), None, None
+    return d_logits.astype(logits.dtype), None, None, None
 
 
 _route.defvjp(_route_fwd, _route_bwd)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from dropless._config import Activation, MoEConfig, RouterConfig
 from dropless._layer_options import check_dropout
 from dropless._moe import moe
-from dropless._params import STATE_NAMES, init, param_shapes
+from dropless._params import STATE_NAMES, init, initial_vector, param_shapes
 
 __all__ = ["MoELayer"]
 
@@ -45,7 +45,9 @@ class _Params(nn.Module):
 
             params[group] = dict(self.param(group, trained))
             for name in STATE_NAMES & leaves.keys():
-                state = self.variable("router_state", name, jnp.zeros, leaves[name], jnp.float32)
+                state = self.variable(
+                    "router_state", name, initial_vector, name, leaves[name], self.config, None
+                )
                 params[group][name] = state.value
         return params
 

@@ -32,8 +32,9 @@ void check_plan(Checker& c, const PlanOutputs& plan, int64_t capacity) {
 
 void check_options(Checker& c, const RouterOptions& options) {
   const int score = static_cast<int>(options.score);
-  c.that(score == 0 || score == 1,
-         "'score' must be 0 (softmax) or 1 (sigmoid), got " + std::to_string(score));
+  c.that(score >= 0 && score <= 3,
+         "'score' must be 0 (softmax), 1 (sigmoid), 2 (sqrt-softplus) or 3 (identity), got " +
+             std::to_string(score));
   c.that(options.renormalize_eps >= 0.0f,
          "'renormalize_eps' must be at least 0, got " + std::to_string(options.renormalize_eps));
 }
@@ -42,6 +43,24 @@ void check_experts_per_token(Checker& c) {
   c.that(c.value("K") <= c.value("E"),
          "experts per token (K) must be at most the number of experts (E), got K=" +
              std::to_string(c.value("K")) + ", E=" + std::to_string(c.value("E")));
+}
+
+void check_groups(Checker& c, const RouterOptions& o) {
+  const int64_t num_experts = c.value("E");
+  c.that(o.num_groups >= 1 && num_experts % o.num_groups == 0,
+         "'num_groups' must be positive and divide the number of experts (E), got num_groups=" +
+             std::to_string(o.num_groups) + ", E=" + std::to_string(num_experts));
+  if (!c.ok()) return;
+  const int64_t group = num_experts / o.num_groups;
+  c.that(o.groups_kept >= 1 && o.groups_kept <= o.num_groups,
+         "'groups_kept' must be from 1 to num_groups=" + std::to_string(o.num_groups) + ", got " +
+             std::to_string(o.groups_kept));
+  c.that(o.groups_kept * group >= c.value("K"),
+         "the kept groups must hold K experts, got groups_kept=" + std::to_string(o.groups_kept) +
+             " groups of " + std::to_string(group) + ", K=" + std::to_string(c.value("K")));
+  c.that(o.num_groups == 1 || (o.group_score_experts >= 1 && o.group_score_experts <= group),
+         "'group_score_experts' must be from 1 to the " + std::to_string(group) +
+             " experts of a group, got " + std::to_string(o.group_score_experts));
 }
 
 }  // namespace
@@ -61,6 +80,8 @@ Status check(const RouteArgs& args) {
   c.optional("mask", args.mask, {DType::kU8}, {"T"});
   c.require("ids", args.ids, {DType::kI32}, {"T", "K"});
   if (c.ok()) check_experts_per_token(c);
+  if (c.ok()) check_groups(c, args.options);
+  c.optional("forced_ids", args.forced_ids, {DType::kI32}, {"T", "K"});
   c.require("weights", args.weights, {DType::kF32}, {"T", "K"});
   c.require("prob_sum", args.prob_sum, {DType::kF32}, {"E"});
   c.require("sums", args.sums, {DType::kF32}, {"2"});
@@ -73,7 +94,6 @@ Status check(const RouteBackwardArgs& args) {
   Checker c("route_backward");
   check_options(c, args.options);
   c.require("logits", args.logits, {DType::kF32, DType::kBF16}, {"T", "E"});
-  c.optional("mask", args.mask, {DType::kU8}, {"T"});
   c.require("ids", args.ids, {DType::kI32}, {"T", "K"});
   if (c.ok()) check_experts_per_token(c);
   c.require("d_weights", args.d_weights, {DType::kF32}, {"T", "K"});

@@ -15,8 +15,8 @@ struct RouterRow {
   int64_t n;            // padded
   float largest;        // NaN if a logit is
   float lse;            // log of the sum of exp(logits)
-  float* scores;        // [n] softmax, or sigmoid up to a factor common to the row
-  float* complements;   // [n] 1 - score, without cancellation; sigmoid only
+  float* scores;  // [n] softmax; or sigmoid, sqrt-softplus, up to a factor common to the row
+  float* slopes;  // [n] d log(score) / d logit, without cancellation; not of softmax
 };
 
 // Upstream gradients of one token's statistics.
@@ -40,19 +40,20 @@ struct VectorOps {
 
   // Fills largest and lse, and returns how many of the n logits are not finite (padding included).
   int64_t (*describe)(RouterRow& row);
-  // Fill scores (and complements) from described rows. sigmoid returns the sum of the scores; where
-  // every sigmoid may underflow, the row's largest score is 1 instead.
+  // Fill scores (and slopes) from described rows. The elementwise ones return the sum of the
+  // scores; where every score may underflow, the row's largest is 1 instead.
   void (*softmax)(const RouterRow& row);
   float (*sigmoid)(const RouterRow& row);
-  // prob_sum[n] += q, where q is the softmax scores, or the sigmoid scores over their sum; returns
-  // the entropy of q.
+  float (*sqrt_softplus)(const RouterRow& row);
+  // prob_sum[n] += q, where q is the softmax scores, or the elementwise scores over their sum;
+  // returns the entropy of q.
   float (*add_softmax_statistics)(const RouterRow& row, float* prob_sum);
-  float (*add_sigmoid_statistics)(const RouterRow& row, float scores_sum, float* prob_sum);
+  float (*add_elementwise_statistics)(const RouterRow& row, float scores_sum, float* prob_sum);
   // d_logits[n] = the gradient of the statistics (for softmax: and of the chosen scores'
   // normaliser).
   void (*softmax_backward)(const RouterRow& row, const RouterGradient& gradient, float* d_logits);
-  void (*sigmoid_backward)(const RouterRow& row, float scores_sum, const RouterGradient& gradient,
-                           float* d_logits);
+  void (*elementwise_backward)(const RouterRow& row, float scores_sum,
+                               const RouterGradient& gradient, float* d_logits);
 };
 
 extern const VectorOps kPortableVectorOps;
@@ -61,7 +62,7 @@ extern const VectorOps kAvx2VectorOps;
 extern const VectorOps kAvx512VectorOps;
 #endif
 
-// Those of the kernel set in use (gemm_kernel.h).
+// The widest that this processor runs.
 const VectorOps& vector_ops();
 
 }  // namespace dropless::cpu

@@ -189,27 +189,69 @@ void softmax(const RouterRow& row) {
   }
 }
 
-// router::kSigmoidIsExp, which this file may not include.
-constexpr float kSigmoidIsExp = -20.0f;
+// router::kScoreIsExp, whose header this file may not include.
+constexpr float kScoreIsExp = -20.0f;
+
+// Of a row whose logits are all so low that scores are exp(rate * z).
+float exponential_scores(const RouterRow& row, float rate) {
+  VF total{};
+  for (int64_t i = 0; i < row.n; i += kLanes) {
+    const VF score = exp_or_zero(rate * (load<VF>(row.logits + i) - row.largest));
+    store(row.scores + i, score);
+    store(row.slopes + i, splat(rate));
+    total += score;
+  }
+  return sum(total);
+}
 
 float sigmoid(const RouterRow& row) {
+  if (row.largest < kScoreIsExp) return exponential_scores(row, 1.0f);
   VF total{};
-  if (row.largest < kSigmoidIsExp) {
-    for (int64_t i = 0; i < row.n; i += kLanes) {
-      const VF score = exp_or_zero(load<VF>(row.logits + i) - row.largest);
-      store(row.scores + i, score);
-      store(row.complements + i, splat(1.0f));
-      total += score;
-    }
-    return sum(total);
-  }
   for (int64_t i = 0; i < row.n; i += kLanes) {
     const VF z = load<VF>(row.logits + i);
     const VF e = exp_or_zero(z > 0.0f ? -z : z);
     const VF large = 1.0f / (1.0f + e), small = e / (1.0f + e);
     const VF score = z > 0.0f ? large : small;
     store(row.scores + i, score);
-    store(row.complements + i, z > 0.0f ? small : large);
+    store(row.slopes + i, z > 0.0f ? small : large);
+    total += score;
+  }
+  return sum(total);
+}
+
+DROPLESS_INLINE VF sqrt(VF x) {
+  float lane[kLanes];
+  store(lane, x);
+  for (int i = 0; i < kLanes; ++i) lane[i] = __builtin_sqrtf(lane[i]);
+  return load<VF>(lane);
+}
+
+// log(1 + e) / e for e from 0 to 1, as router::log1p_over.
+DROPLESS_INLINE VF log1p_over(VF e) {
+  const VF u = e / (2.0f + e);
+  const VF u2 = u * u;
+  VF p = fma(splat(1.0f / 17), u2, 1.0f / 15);
+  p = fma(p, u2, 1.0f / 13);
+  p = fma(p, u2, 1.0f / 11);
+  p = fma(p, u2, 1.0f / 9);
+  p = fma(p, u2, 1.0f / 7);
+  p = fma(p, u2, 1.0f / 5);
+  p = fma(p, u2, 1.0f / 3);
+  p = fma(p, u2, 1.0f);
+  return 2.0f * p / (2.0f + e);
+}
+
+float sqrt_softplus(const RouterRow& row) {
+  if (row.largest < kScoreIsExp) return exponential_scores(row, 0.5f);
+  VF total{};
+  for (int64_t i = 0; i < row.n; i += kLanes) {
+    const VF z = load<VF>(row.logits + i);
+    const VF e = exp_or_zero(z > 0.0f ? -z : z);
+    const VF softplus = fma(e, log1p_over(e), z > 0.0f ? z : VF{});
+    const VF sigmoid = (z > 0.0f ? splat(1.0f) : e) / (1.0f + e);
+    const VF score = z < kScoreIsExp ? exp_or_zero(0.5f * z) : sqrt(softplus);
+    store(row.scores + i, score);
+    store(row.slopes + i, z < kScoreIsExp ? splat(0.5f) : 0.5f * sigmoid / softplus);
     total += score;
   }
   return sum(total);
@@ -227,7 +269,7 @@ float add_softmax_statistics(const RouterRow& row, float* prob_sum) {
   return sum(entropy);
 }
 
-float add_sigmoid_statistics(const RouterRow& row, float scores_sum, float* prob_sum) {
+float add_elementwise_statistics(const RouterRow& row, float scores_sum, float* prob_sum) {
   VF entropy{};
   for (int64_t i = 0; i < row.n; i += kLanes) {
     const VF q = load<VF>(row.scores + i) / scores_sum;
@@ -253,8 +295,8 @@ void softmax_backward(const RouterRow& row, const RouterGradient& g, float* d_lo
   }
 }
 
-void sigmoid_backward(const RouterRow& row, float scores_sum, const RouterGradient& g,
-                      float* d_logits) {
+void elementwise_backward(const RouterRow& row, float scores_sum, const RouterGradient& g,
+                          float* d_logits) {
   VF mean{};
   for (int64_t i = 0; i < row.n; i += kLanes) {
     const VF q = load<VF>(row.scores + i) / scores_sum;
@@ -266,7 +308,7 @@ void sigmoid_backward(const RouterRow& row, float scores_sum, const RouterGradie
   for (int64_t i = 0; i < row.n; i += kLanes) {
     const VF q = load<VF>(row.scores + i) / scores_sum;
     const VF softmax = exp_or_zero(load<VF>(row.logits + i) - row.lse);
-    const VF d = q * (load<VF>(d_logits + i) - center) * load<VF>(row.complements + i);
+    const VF d = q * (load<VF>(d_logits + i) - center) * load<VF>(row.slopes + i);
     store(d_logits + i, fma(softmax, g.d_lse, d));
   }
 }
@@ -278,10 +320,11 @@ constexpr VectorOps kVectorOps = {
     describe,
     softmax,
     sigmoid,
+    sqrt_softplus,
     add_softmax_statistics,
-    add_sigmoid_statistics,
+    add_elementwise_statistics,
     softmax_backward,
-    sigmoid_backward,
+    elementwise_backward,
 };
 
 }  // namespace

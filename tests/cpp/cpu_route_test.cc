@@ -120,7 +120,8 @@ TEST_P(CpuRoute, F1_TiesTakeTheLowestIndex) {
 INSTANTIATE_TEST_SUITE_P(All, CpuRoute, ::testing::ValuesIn(all_router_options()));
 
 TEST(CpuRouteEdges, ScoresThatUnderflowKeepWeightsStatisticsAndGradients) {
-  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+  for (const RouterScore score :
+       {RouterScore::kSoftmax, RouterScore::kSigmoid, RouterScore::kSqrtSoftplus}) {
     for (Routing& expected : underflow_cases(score)) {
       SCOPED_TRACE(expected.logits[2]);
       Routing got = expected;

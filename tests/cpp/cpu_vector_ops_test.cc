@@ -176,7 +176,7 @@ TEST_P(VectorOpsTest, SigmoidAndItsStatistics) {
       EXPECT_TRUE(close(r.scores, scores, Bound{8 * 0x1p-24, 0}));
       EXPECT_TRUE(close(r.complements, complements, Bound{8 * 0x1p-24, 0}));
       EXPECT_NEAR(sum, exact_sum, 16 * 0x1p-24 * exact_sum);
-      EXPECT_NEAR(ops.add_sigmoid_statistics(r.row, sum, prob.as<float>()), entropy,
+      EXPECT_NEAR(ops.add_elementwise_statistics(r.row, sum, prob.as<float>()), entropy,
                   32 * 0x1p-24 * (1 + entropy));
     }
   }
@@ -208,7 +208,7 @@ TEST_P(VectorOpsTest, StatisticsBackward) {
       }
       if (sigmoid) {
         const float sum = ops.sigmoid(r.row);
-        ops.sigmoid_backward(r.row, sum, g, r.out.as<float>());
+        ops.elementwise_backward(r.row, sum, g, r.out.as<float>());
       } else {
         ops.softmax(r.row);
         ops.softmax_backward(r.row, g, r.out.as<float>());

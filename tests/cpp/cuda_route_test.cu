@@ -239,7 +239,8 @@ TEST_F(CudaRouteSizes, H1_PaddingChangesNothing) {
 }
 
 TEST_F(CudaRouteSizes, ScoresThatUnderflowKeepWeightsStatisticsAndGradients) {
-  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+  for (const RouterScore score :
+       {RouterScore::kSoftmax, RouterScore::kSigmoid, RouterScore::kSqrtSoftplus}) {
     for (Routing& expected : underflow_cases(score)) {
       SCOPED_TRACE(expected.logits[2]);
       Routing got = expected;

@@ -1,13 +1,15 @@
 // The reference router against a naive computation and finite differences, both in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <set>
 
 #include "dropless/route.h"
 #include "tests/cpp/support/compare.h"
-#include "tests/cpp/support/routing.h"
+#include "tests/cpp/support/routing_cases.h"
 
 namespace dropless {
 namespace {
@@ -23,29 +25,35 @@ struct Naive {
   double lse_square = 0, entropy = 0;
 };
 
+double naive_score(RouterScore score, double z) {
+  if (score == RouterScore::kSigmoid) return 1 / (1 + std::exp(-z));
+  return score == RouterScore::kSqrtSoftplus ? std::sqrt(std::log(1 + std::exp(z))) : z;
+}
+
 // One token, by the definitions; `ids` are the chosen experts.
 Naive naive_router(const RouterOptions& o, const std::vector<double>& z,
                    const std::vector<int>& ids) {
+  const bool shares = o.score == RouterScore::kSigmoid || o.score == RouterScore::kSqrtSoftplus;
   Naive r;
-  double exp_all = 0, exp_chosen = 0, sigmoid_all = 0;
-  for (const double v : z) exp_all += std::exp(v), sigmoid_all += 1 / (1 + std::exp(-v));
+  double exp_all = 0, exp_chosen = 0, score_all = 0;
+  for (const double v : z) exp_all += std::exp(v), score_all += naive_score(o.score, v);
   for (const int id : ids) exp_chosen += std::exp(z[id]);
   for (const int id : ids) {
-    double w = 1 / (1 + std::exp(-z[id]));
+    double w = naive_score(o.score, z[id]);
     if (o.score == RouterScore::kSoftmax) {
       w = std::exp(z[id]) / (o.score_before_topk ? exp_all : exp_chosen);
     }
     r.weights.push_back(w);
   }
   if (o.renormalize) {
-    double sum = o.renormalize_eps;
+    double sum = 0;
     for (const double w : r.weights) sum += w;
-    for (double& w : r.weights) w /= sum;
+    const double eps = o.renormalize_eps;
+    for (double& w : r.weights) w /= o.renormalize_clamp ? std::max(sum, eps) : sum + eps;
   }
   for (double& w : r.weights) w *= o.scale;
   for (const double v : z) {
-    const double q = o.score == RouterScore::kSoftmax ? std::exp(v) / exp_all
-                                                      : 1 / (1 + std::exp(-v)) / sigmoid_all;
+    const double q = shares ? naive_score(o.score, v) / score_all : std::exp(v) / exp_all;
     r.prob.push_back(q);
     r.entropy -= q * std::log(q);
   }
@@ -72,6 +80,35 @@ std::vector<int> naive_top_k(std::vector<double> keys, int64_t k) {
     keys[best] = -kInf;
   }
   return ids;
+}
+
+// The K experts of a token by the rules of RouterOptions, in double: no two values are equal.
+std::vector<int> naive_selection(const RouterOptions& o, const std::vector<double>& z,
+                                 const Array& bias, int64_t k) {
+  double exp_all = 0;
+  for (const double v : z) exp_all += std::exp(v);
+  std::vector<double> ranked;
+  for (size_t e = 0; e < z.size(); ++e) {
+    double value = z[e];
+    if (o.score_before_topk) {
+      value = o.score == RouterScore::kSoftmax ? std::exp(z[e]) / exp_all
+                                               : naive_score(o.score, z[e]);
+    }
+    ranked.push_back(value + (bias.view().given() ? bias[static_cast<int64_t>(e)] : 0.0));
+  }
+  const size_t size = z.size() / static_cast<size_t>(o.num_groups);
+  std::vector<double> scores;
+  for (size_t g = 0; g < static_cast<size_t>(o.num_groups); ++g) {
+    std::vector<double> group(ranked.begin() + g * size, ranked.begin() + (g + 1) * size);
+    std::sort(group.rbegin(), group.rend());
+    scores.push_back(std::accumulate(group.begin(), group.begin() + o.group_score_experts, 0.0));
+  }
+  const std::vector<int> kept = naive_top_k(scores, o.groups_kept);
+  for (size_t e = 0; e < ranked.size(); ++e) {
+    const bool is_kept = std::find(kept.begin(), kept.end(), static_cast<int>(e / size)) != kept.end();
+    if (!is_kept) ranked[e] = o.group_mask_zero ? 0.0 : -kInf;
+  }
+  return naive_top_k(ranked, k);
 }
 
 class RouteOptions : public ::testing::TestWithParam<RouterOptions> {};
@@ -146,6 +183,53 @@ TEST_P(RouteOptions, BackwardMatchesFiniteDifferences) {
   }
 }
 
+TEST_P(RouteOptions, F5_GroupLimitedSelectionMatchesDefinition) {
+  for (Routing& r : routing_cases(GetParam())) {
+    if (r.options.num_groups == 1) continue;
+    SCOPED_TRACE(r.logits.shape());
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    for (int64_t t = 0; t < r.tokens(); ++t) {
+      const std::vector<int> expected =
+          naive_selection(r.options, row_of(r.logits, t), r.selection_bias, r.per_token());
+      for (int64_t k = 0; k < r.per_token(); ++k) {
+        ASSERT_EQ(r.ids[t * r.per_token() + k], expected[k]) << "token " << t << " choice " << k;
+      }
+    }
+  }
+}
+
+TEST_P(RouteOptions, ForcedIdsAreWeighedAndOthersChosen) {
+  Rng rng(12);
+  Routing r(5, 9, 3);
+  r.options = GetParam();
+  r.randomize(rng);
+  r.forced_ids = Array(DType::kI32, {5, 3});
+  // Given; a token that is free; repeated and out of range; padding; the last slot alone.
+  const int forced[] = {7, 0, 4, kRouteFreely, 5, 5, 2, 2, 9, -1, -5, 9, -1, -1, 6};
+  for (int64_t i = 0; i < 15; ++i) r.forced_ids.set(i, forced[i]);
+  const std::vector<int> free = naive_top_k(row_of(r.logits, 1), 3);
+  const std::vector<std::vector<int>> expected = {
+      {7, 0, 4}, free, {2, -1, -1}, {-1, -1, -1}, {-1, -1, 6}};
+  ASSERT_TRUE(reference::route(r.forward()).ok());
+  ASSERT_TRUE(reference::route_backward(r.backward()).ok());
+  for (int64_t t = 0; t < 5; ++t) {
+    std::vector<int> valid;
+    for (const int id : expected[t]) {
+      if (id >= 0) valid.push_back(id);
+    }
+    const Naive naive = naive_router(r.options, row_of(r.logits, t), valid);
+    size_t next = 0;
+    for (int64_t k = 0; k < 3; ++k) {
+      EXPECT_EQ(r.ids[t * 3 + k], expected[t][k]);
+      const double weight = expected[t][k] < 0 ? 0.0 : naive.weights[next++];
+      EXPECT_NEAR(r.weights[t * 3 + k], weight, 0x1p-23 * weight);
+    }
+  }
+  EXPECT_EQ(r.counters[0], 4);
+  EXPECT_TRUE(rows_are_zero(r.d_logits, 3, 4));
+  EXPECT_EQ(r.plan.offsets[9], 3 + 3 + 1 + 1);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, RouteOptions, ::testing::ValuesIn(all_router_options()));
 
 TEST(ReferenceRoute, F1_TopKIsValidForAnyLogits) {
@@ -201,7 +285,8 @@ TEST(ReferenceRoute, F3_LogitsThatDifferOnlyInFp32) {
 }
 
 TEST(ReferenceRoute, LogitsWhoseScoresSaturateKeepTheirOrder) {
-  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid,
+                                  RouterScore::kSqrtSoftplus, RouterScore::kIdentity}) {
     Routing r(1, 4, 3);
     r.options.score = score;
     const float logits[] = {-200, 60, 90, -190};  // float32 scores are 0 or 1

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "core/router_math.h"
+#include "cuda/kernels/select_experts.cuh"
 #include "cuda/tile/element.cuh"
-#include "cuda/tile/ordered_key.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace dropless::cuda {
@@ -20,13 +20,14 @@ struct RouteTokensParams {
   const T* logits;      // [T, E]
   const float* bias;    // [E] or null
   const uint8_t* mask;  // [T] or null
-  int32_t* ids;         // [T, K]
-  float* weights;       // [T, K]
-  int32_t* rank;        // [T, K]: among the slots of the chunk with the same expert
-  int32_t* counts;      // [chunks, E]
-  float* prob_sum;      // [chunks, E]
-  float* sums;          // [chunks, 2]
-  int32_t* counters;    // [chunks, 2]
+  const int32_t* forced_ids;  // [T, K] or null
+  int32_t* ids;               // [T, K]
+  float* weights;             // [T, K]
+  int32_t* rank;              // [T, K]: among the slots of the chunk with the same expert
+  int32_t* counts;            // [chunks, E]
+  float* prob_sum;            // [chunks, E]
+  float* sums;                // [chunks, 2]
+  int32_t* counters;          // [chunks, 2]
   int tokens;
   int num_experts;
   int experts_per_token;
@@ -38,15 +39,16 @@ struct RouteTokensParams {
 template <int V>
 struct TokenScores {
   float logit[V];   // -inf past the last expert
-  float score[V];   // exp(logit - largest), or sigmoid(logit) unless those underflow
+  float score[V];   // exp(logit - largest), or an elementwise score
   float largest;    // of the logits; NaN if one of them is NaN
   float exp_sum;    // sum of exp(logit - largest)
   float score_sum;  // sum of score
   float lse;        // logsumexp(logits)
   float entropy;    // of score / score_sum, in nats
 
-  // Whether score holds exponentials though the router's scores are sigmoids.
-  __device__ bool sigmoids_are_exponentials() const { return largest < router::kSigmoidIsExp; }
+  // Whether elementwise scores are multiplied by a factor, the same in all lanes, that makes the
+  // largest 1: they would underflow.
+  __device__ bool is_scaled_up() const { return largest < router::kScoreIsExp; }
 
   template <class T>
   __device__ void load(const T* logits /* [E] */, int num_experts) {
@@ -81,11 +83,11 @@ struct TokenScores {
     float log_sum = logf(exp_sum);
     lse = largest + log_sum;
     score_sum = exp_sum;
-    if (kind == RouterScore::kSigmoid && !sigmoids_are_exponentials()) {
+    if (router::is_positive_elementwise(kind)) {
+      score_elementwise(kind);
       score_sum = weighted = 0.0f;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        score[j] = router::sigmoid(logit[j]);
         score_sum += score[j];
         weighted += score[j] > 0.0f ? score[j] * logf(score[j]) : 0.0f;
       }
@@ -94,148 +96,120 @@ struct TokenScores {
     }
     entropy = log_sum - warp_sum(weighted) / score_sum;
   }
+
+  __device__ void score_elementwise(RouterScore kind) {
+    if (is_scaled_up()) {
+      // Sigmoids are the exponentials that `score` holds already.
+      if (kind == RouterScore::kSigmoid) return;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        score[j] = router::exp_nonpositive(router::exp_rate(kind) * (logit[j] - largest));
+      }
+    } else if (kind == RouterScore::kSigmoid) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) score[j] = router::sigmoid(logit[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) score[j] = router::sqrt_softplus(logit[j]);
+    }
+  }
 };
 
 // What top-k ranks, as router::selection_keys defines it.
 template <int V>
 __device__ void selection_keys(const RouterOptions& options, const TokenScores<V>& token,
                                const float* bias, int num_experts, uint32_t (&keys)[V]) {
+  const bool biased = bias != nullptr;
+  const bool scores =
+      router::ranks_scores(options, biased) && options.score != RouterScore::kIdentity;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int e = lane_id() + kWarpSize * j;
     float value = token.logit[j];
-    if (bias != nullptr && e < num_experts) {
-      if (options.score_before_topk) {
-        if (options.score != RouterScore::kSigmoid) {
-          value = token.score[j] / token.exp_sum;
-        } else {
-          value = token.sigmoids_are_exponentials() ? router::exp_nonpositive(token.logit[j])
-                                                    : token.score[j];
-        }
+    if (scores) {
+      if (options.score == RouterScore::kSoftmax) {
+        value = token.score[j] / token.exp_sum;
+      } else {
+        value = token.is_scaled_up() ? router::elementwise_score(options.score, token.logit[j])
+                                   : token.score[j];
       }
-      value += bias[e];
     }
+    if (biased && e < num_experts) value += bias[e];
     keys[j] = e < num_experts ? ordered_key(value) : kNoKey;
   }
-}
-
-// Keys per lane up to which a lane sorts them before the selection; sorting more costs more than it
-// saves.
-constexpr int kMaxSortedKeys = 8;
-
-// Sorts a lane's keys, largest first and equal ones in their order, by odd-even transposition.
-// Returns their old places, four bits each, the first in the lowest bits.
-template <int V>
-__device__ uint32_t sort_keys(uint32_t (&keys)[V]) {
-  static_assert(V <= kMaxSortedKeys, "the places must fit 32 bits");
-  int place[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) place[j] = j;
-#pragma unroll
-  for (int pass = 0; pass < V; ++pass) {
-#pragma unroll
-    for (int j = pass % 2; j + 1 < V; j += 2) {
-      const bool swap = keys[j + 1] > keys[j];
-      const uint32_t larger = max(keys[j], keys[j + 1]);
-      keys[j + 1] = min(keys[j], keys[j + 1]);
-      keys[j] = larger;
-      const int first = swap ? place[j + 1] : place[j];
-      place[j + 1] = swap ? place[j] : place[j + 1];
-      place[j] = first;
-    }
+  if (options.num_groups > 1) {
+    mask_groups(options.num_groups, options.groups_kept, options.group_score_experts,
+                ordered_key(router::masked_key(options, biased)), num_experts, keys);
   }
-  uint32_t places = 0;
-#pragma unroll
-  for (int j = 0; j < V; ++j) places |= static_cast<uint32_t>(place[j]) << (4 * j);
-  return places;
 }
 
-// Whether this lane's `key` is the largest of the warp; of equal ones the lowest expert wins.
-__device__ inline bool wins_selection(uint32_t key, int expert) {
-  bool wins = key == __reduce_max_sync(kFullWarp, key);
-  if (__popc(__ballot_sync(kFullWarp, wins)) > 1) {
-    const unsigned candidate = wins ? expert : kFullWarp;
-    wins = __reduce_min_sync(kFullWarp, candidate) == candidate && wins;
-  }
-  return wins;
-}
-
-// Takes the K best keys one after another, spending them, and leaves their experts in `chosen` [K],
-// shared memory of the warp.
-template <int V>
-__device__ void select_experts(uint32_t (&keys)[V], int experts_per_token, int* chosen) {
-  const int lane = lane_id();
-  if constexpr (V <= kMaxSortedKeys) {
-    uint32_t places = sort_keys(keys);
-    for (int k = 0; k < experts_per_token; ++k) {
-      const int expert = lane + kWarpSize * static_cast<int>(places & 0xF);
-      if (!wins_selection(keys[0], expert)) continue;
-      chosen[k] = expert;
-      places >>= 4;
-#pragma unroll
-      for (int j = 0; j + 1 < V; ++j) keys[j] = keys[j + 1];
-      keys[V - 1] = kNoKey;
-    }
-  } else {
-    for (int k = 0; k < experts_per_token; ++k) {
-      uint32_t best = keys[0];
-      int best_j = 0;
-#pragma unroll
-      for (int j = 1; j < V; ++j) {
-        if (keys[j] > best) {
-          best = keys[j];
-          best_j = j;
-        }
-      }
-      const bool wins = wins_selection(best, lane + kWarpSize * best_j);
-      if (wins) chosen[k] = lane + kWarpSize * best_j;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (wins && j == best_j) keys[j] = kNoKey;
-      }
-    }
-  }
-  __syncwarp();
-}
-
-// One chosen expert, in the lane of its rank; all 0 in the other lanes.
+// One chosen expert, in the lane of its slot; all 0 in the other lanes.
 struct Choice {
   float score;
   float normalized;  // the weight before `scale`
+  float slope;       // d normalized / d logit while the weights' divisor stays; not of softmax
 };
 
-// Softmax over the lanes that hold a choice.
-__device__ inline float softmax_of_choices(float logit, bool is_choice) {
+// The choices of a token share their weights' divisor.
+struct WeighedChoice {
+  Choice choice;
+  bool divisor_depends;  // on the scores; the same in all lanes
+};
+
+// Softmax of rate * logit over the lanes that hold a choice.
+__device__ inline float softmax_of_choices(float logit, float rate, bool is_choice) {
   const bool has_nan = __any_sync(kFullWarp, is_choice && logit != logit);
   const float largest = has_nan ? NAN : warp_max(is_choice ? logit : -INFINITY);
-  const float e = is_choice ? router::exp_nonpositive(logit - largest) : 0.0f;
+  const float e = is_choice ? router::exp_nonpositive(rate * (logit - largest)) : 0.0f;
   const float sum = warp_sum(e);
   return is_choice ? e / sum : 0.0f;
 }
 
 // `largest` and `exp_sum` are those of all the token's logits.
-__device__ inline Choice score_choice(const RouterOptions& options, float logit, float largest,
-                                      float exp_sum, bool is_choice) {
-  const bool sigmoid = options.score == RouterScore::kSigmoid;
-  Choice choice = {0.0f, 0.0f};
-  if (sigmoid) {
-    choice.score = is_choice ? router::sigmoid(logit) : 0.0f;
-  } else if (options.score_before_topk) {
-    choice.score = is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
-  } else {
-    choice.score = softmax_of_choices(logit, is_choice);
+__device__ inline WeighedChoice weigh_choice(const RouterOptions& options, float logit,
+                                             float largest, float exp_sum, bool is_choice) {
+  const bool elementwise = router::is_positive_elementwise(options.score);
+  Choice choice = {0.0f, 0.0f, 0.0f};
+  if (options.score == RouterScore::kSoftmax) {
+    if (options.score_before_topk) {
+      choice.score = is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
+    } else {
+      choice.score = softmax_of_choices(logit, 1.0f, is_choice);
+    }
+  } else if (is_choice) {
+    choice.score = router::elementwise_score(options.score, logit);
   }
   choice.normalized = choice.score;
-  if (!options.renormalize) return choice;
-  const float sum = warp_sum(choice.score) + options.renormalize_eps;
-  // Scores of very negative logits underflow, but their ratios are those of exponentials.
-  constexpr float kUnderflow = 1e-30f;
-  if (sum < kUnderflow && options.renormalize_eps == 0.0f) {
-    choice.normalized = softmax_of_choices(logit, is_choice);
-  } else {
-    choice.normalized = is_choice ? choice.score / sum : 0.0f;
+  float divisor = 1.0f;
+  bool is_clamped = false;
+  if (options.renormalize) {
+    const float sum = warp_sum(choice.score);
+    const float eps = options.renormalize_eps;
+    is_clamped = options.renormalize_clamp && sum < eps;
+    divisor = is_clamped ? eps : options.renormalize_clamp ? sum : sum + eps;
+    // Scores of very negative logits underflow, but their ratios are those of exponentials.
+    constexpr float kUnderflow = 1e-30f;
+    const bool is_exponential = options.score != RouterScore::kIdentity;
+    if (is_exponential && divisor < kUnderflow && eps == 0.0f) {
+      choice.normalized = softmax_of_choices(logit, router::exp_rate(options.score), is_choice);
+    } else {
+      choice.normalized = is_choice ? choice.score / divisor : 0.0f;
+    }
   }
-  return choice;
+  if (elementwise) {
+    choice.slope = choice.normalized * router::log_slope(options.score, logit);
+  } else {
+    choice.slope = 1.0f / divisor;  // of the identity
+  }
+  return {choice, options.renormalize && !is_clamped};
+}
+
+// The ids of a token's slots, one a lane, without those that are no expert or repeat an earlier
+// slot's: -1.
+__device__ inline int valid_id(int id, int num_experts) {
+  const unsigned same = __match_any_sync(kFullWarp, id);
+  const unsigned lower = (1u << lane_id()) - 1u;
+  return id >= 0 && id < num_experts && (same & lower) == 0 ? id : -1;
 }
 
 // Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes
@@ -298,38 +272,51 @@ __global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParam
     TokenScores<V> token = next;
     if (t + 1 < end) next.load(p.logits + (t + 1) * num_experts, num_experts);
     const int64_t slot = t * top_k + lane;
-    const bool is_choice = lane < top_k;
-    if (p.mask != nullptr && __all_sync(kFullWarp, p.mask[t] == 0)) {
-      if (is_choice) {
+    const bool is_slot = lane < top_k;
+    int chosen = kRouteFreely;
+    if (p.forced_ids != nullptr) {
+      chosen = is_slot ? p.forced_ids[slot] : -1;
+      const bool freely = __shfl_sync(kFullWarp, chosen, 0) == kRouteFreely;
+      chosen = freely ? kRouteFreely : valid_id(chosen, num_experts);
+    }
+    bool is_padding = !__any_sync(kFullWarp, chosen != -1);
+    if (p.mask != nullptr) is_padding |= __all_sync(kFullWarp, p.mask[t] == 0) != 0;
+    if (is_padding) {
+      if (is_slot) {
         p.ids[slot] = -1;
         p.weights[slot] = 0.0f;
       }
       continue;
     }
     token.compute(p.options.score);
-    // The sum of exponentials is at least 1, but that of sigmoids may be too small for an inverse.
-    const bool sigmoid = p.options.score == RouterScore::kSigmoid;
+    // The sum of exponentials is at least 1, but that of other scores may be too small for an
+    // inverse.
+    const bool elementwise = router::is_positive_elementwise(p.options.score);
     const float inverse = 1.0f / token.score_sum;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      prob_sum[j] += sigmoid ? token.score[j] / token.score_sum : token.score[j] * inverse;
+      prob_sum[j] += elementwise ? token.score[j] / token.score_sum : token.score[j] * inverse;
       if (lane + kWarpSize * j < num_experts && !isfinite(token.logit[j])) ++nonfinite;
     }
     lse_square += token.lse * token.lse;
     entropy += token.entropy;
     ++real_tokens;
 
-    uint32_t keys[V];
-    selection_keys(p.options, token, p.bias, num_experts, keys);
-    select_experts(keys, top_k, chosen_of_warp[warp]);
-    const int chosen = is_choice ? chosen_of_warp[warp][lane] : -1;
+    if (__any_sync(kFullWarp, chosen == kRouteFreely)) {
+      uint32_t keys[V];
+      selection_keys(p.options, token, p.bias, num_experts, keys);
+      select_experts(keys, top_k, chosen_of_warp[warp]);
+      chosen = is_slot ? chosen_of_warp[warp][lane] : -1;
+    }
+    const bool is_choice = chosen >= 0;
     const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
-    const Choice choice = score_choice(p.options, logit, token.largest, token.exp_sum, is_choice);
-    if (is_choice) {
+    const Choice choice =
+        weigh_choice(p.options, logit, token.largest, token.exp_sum, is_choice).choice;
+    if (is_slot) {
       p.ids[slot] = chosen;
       p.weights[slot] = choice.normalized * p.options.scale;
-      p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
     }
+    if (is_choice) p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
     __syncwarp();
   }
 

@@ -1,9 +1,9 @@
 // Gradient of the weights, of prob_sum and of sums with respect to the logits: one warp a token.
 //
-// With q the distribution that prob_sum sums (softmax p of the logits, or sigmoid scores s over
-// their sum Z) and g = d_prob_sum - d_entropy * log q:
-//   softmax:  dl = p (g - sum p g)
-//   sigmoid:  dl = s (1 - s) (g - sum q g) / Z
+// With q the distribution that prob_sum sums (softmax p of the logits, or elementwise scores s over
+// their sum) and g = d_prob_sum - d_entropy * log q:
+//   softmax:      dl = p (g - sum p g)
+//   elementwise:  dl = q (g - sum q g) d log(s) / dl
 // plus 2 lse p d_lse_square, plus the gradient of the chosen experts' weights.
 #pragma once
 
@@ -15,7 +15,6 @@ template <class T>
 struct RouteBackwardParams {
   RouterOptions options;
   const T* logits;          // [T, E]
-  const uint8_t* mask;      // [T] or null
   const int32_t* ids;       // [T, K]
   const float* d_weights;   // [T, K]
   const float* d_prob_sum;  // [E]
@@ -33,22 +32,23 @@ struct ChoiceGradient {
   float of_all = 0.0f;
 };
 
-__device__ inline ChoiceGradient choice_gradient(const RouterOptions& options, const Choice& choice,
-                                                 float logit, float d_weight) {
-  const float mean = options.renormalize ? warp_sum(d_weight * choice.normalized) : 0.0f;
-  const float d_score_times_score = options.scale * choice.normalized * (d_weight - mean);
+__device__ inline ChoiceGradient choice_gradient(const RouterOptions& options,
+                                                 const WeighedChoice& weighed, float d_weight) {
+  const Choice& choice = weighed.choice;
+  const float mean = weighed.divisor_depends ? warp_sum(d_weight * choice.normalized) : 0.0f;
+  const float d_normalized = options.scale * (d_weight - mean);
   ChoiceGradient gradient;
-  if (options.score == RouterScore::kSigmoid) {
-    // sigmoid(-z) is 1 - sigmoid(z) without cancellation.
-    gradient.of_choice = d_score_times_score * router::sigmoid(-logit);
+  if (options.score != RouterScore::kSoftmax) {
+    gradient.of_choice = d_normalized * choice.slope;
     return gradient;
   }
-  const float total = warp_sum(d_score_times_score);
+  const float d_log_score = d_normalized * choice.normalized;
+  const float total = warp_sum(d_log_score);
   if (options.score_before_topk) {
-    gradient.of_choice = d_score_times_score;
+    gradient.of_choice = d_log_score;
     gradient.of_all = total;
   } else {
-    gradient.of_choice = d_score_times_score - choice.score * total;
+    gradient.of_choice = d_log_score - choice.score * total;
   }
   return gradient;
 }
@@ -64,7 +64,10 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   const int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (t >= p.tokens) return;
   float* d_logits = p.d_logits + t * num_experts;
-  if (p.mask != nullptr && p.mask[t] == 0) {
+  const int64_t slot = t * p.experts_per_token + lane;
+  const int id = lane < p.experts_per_token ? p.ids[slot] : -1;
+  const bool is_choice = id >= 0 && id < num_experts;
+  if (!__any_sync(kFullWarp, is_choice)) {  // padding
     for (int e = lane; e < num_experts; e += kWarpSize) d_logits[e] = 0.0f;
     return;
   }
@@ -72,9 +75,6 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   const T* logits = p.logits + t * num_experts;
   TokenScores<V> token;
   token.load(logits, num_experts);
-  const int64_t slot = t * p.experts_per_token + lane;
-  const int id = lane < p.experts_per_token ? p.ids[slot] : -1;
-  const bool is_choice = id >= 0 && id < num_experts;
   const float d_weight = is_choice ? p.d_weights[slot] : 0.0f;
   const float chosen_logit = is_choice ? to_float(logits[id]) : 0.0f;
 
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   float* scattered = scattered_by_warp + warp * num_experts;
   for (int e = lane; e < num_experts; e += kWarpSize) scattered[e] = 0.0f;
   token.compute(p.options.score);
-  const Choice choice =
-      score_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
-  const ChoiceGradient gradient = choice_gradient(p.options, choice, chosen_logit, d_weight);
+  const WeighedChoice weighed =
+      weigh_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
+  const ChoiceGradient gradient = choice_gradient(p.options, weighed, d_weight);
   __syncwarp();
   if (is_choice) scattered[id] = gradient.of_choice;
   __syncwarp();
 
-  const bool sigmoid = p.options.score == RouterScore::kSigmoid;
+  const bool elementwise = router::is_positive_elementwise(p.options.score);
   const float d_lse = 2.0f * token.lse * p.d_sums[0];
   const float d_entropy = p.d_sums[1];
   const float inverse_exp_sum = 1.0f / token.exp_sum;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     g[j] = e < num_experts ? p.d_prob_sum[e] : 0.0f;
     // Where q is 0, q log q and its gradient are 0.
     if (token.score[j] > 0.0f) {
-      const float log_score = sigmoid ? logf(token.score[j]) : token.logit[j] - token.largest;
+      const float log_score = elementwise ? logf(token.score[j]) : token.logit[j] - token.largest;
       g[j] -= d_entropy * (log_score - log_score_sum);
     }
     mean += token.score[j] / token.score_sum * g[j];
@@ -114,9 +114,10 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     if (e >= num_experts) continue;
     const float s = token.score[j];
     float d;
-    if (sigmoid) {
+    if (elementwise) {
       const float p_e = router::exp_nonpositive(token.logit[j] - token.largest) * inverse_exp_sum;
-      d = s / token.score_sum * router::sigmoid(-token.logit[j]) * (g[j] - mean) + p_e * d_lse;
+      const float slope = router::log_slope(p.options.score, token.logit[j]);
+      d = s / token.score_sum * slope * (g[j] - mean) + p_e * d_lse;
     } else {
       d = s * inverse_exp_sum * (g[j] - mean - gradient.of_all + d_lse);
     }

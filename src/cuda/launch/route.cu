@@ -93,6 +93,7 @@ Status launch_route(const RouteArgs& args, const Tensor& workspace, Stream strea
   p.logits = args.logits.as<T>();
   p.bias = args.selection_bias.as<float>();
   p.mask = args.mask.as<uint8_t>();
+  p.forced_ids = args.forced_ids.as<int32_t>();
   p.ids = args.ids.as<int32_t>();
   p.weights = args.weights.as<float>();
   p.rank = args.plan.row_of_slot.as<int32_t>();
@@ -129,7 +130,6 @@ Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
   RouteBackwardParams<T> p;
   p.options = args.options;
   p.logits = args.logits.as<T>();
-  p.mask = args.mask.as<uint8_t>();
   p.ids = args.ids.as<int32_t>();
   p.d_weights = args.d_weights.as<float>();
   p.d_prob_sum = args.d_prob_sum.as<float>();
@@ -154,6 +154,11 @@ Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
 Status route(const RouteArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   DROPLESS_RETURN_IF_ERROR(check_limits("route", args.logits.dims[1], args.ids.dims[1]));
+  if (args.options.num_groups > kWarpSize) {
+    return Status(StatusCode::kUnimplemented,
+                  "route: the CUDA backend takes at most " + std::to_string(kWarpSize) +
+                      " groups (num_groups), got " + std::to_string(args.options.num_groups));
+  }
   DROPLESS_RETURN_IF_ERROR(check_workspace("route", workspace, route_workspace_bytes(args), 4));
   return args.logits.dtype == DType::kBF16 ? launch_route<__nv_bfloat16>(args, workspace, stream)
                                            : launch_route<float>(args, workspace, stream);

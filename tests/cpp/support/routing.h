@@ -1,6 +1,7 @@
 // Owned arguments of the routing operations.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "dropless/route.h"
@@ -31,7 +32,7 @@ struct PlanArrays {
 // Inputs and poisoned outputs of route and route_backward; arrays without a shape are "not given".
 struct Routing {
   RouterOptions options;
-  Array logits, selection_bias, mask;
+  Array logits, selection_bias, mask, forced_ids;
   int64_t capacity = 0;
   Array ids, weights, prob_sum, sums, counters;
   PlanArrays plan;
@@ -63,6 +64,10 @@ struct Routing {
 
   void randomize(Rng& rng) {
     logits.fill_normal(rng, 1.5);
+    if (options.score == RouterScore::kIdentity && options.renormalize) {
+      // Sums of logits of either sign may cancel, and their quotients then have few digits.
+      for (int64_t i = 0; i < logits.size(); ++i) logits.set(i, 0.125 + std::abs(logits[i]));
+    }
     d_weights.fill_normal(rng);
     d_prob_sum.fill_normal(rng);
     d_sums.fill_normal(rng);
@@ -74,6 +79,7 @@ struct Routing {
     a.logits = logits;
     a.selection_bias = selection_bias;
     a.mask = mask;
+    a.forced_ids = forced_ids;
     a.capacity = capacity;
     a.ids = ids;
     a.weights = weights;
@@ -84,20 +90,23 @@ struct Routing {
     return a;
   }
   RouteBackwardArgs backward() const {
-    return {options, logits, mask, ids, d_weights, d_prob_sum, d_sums, d_logits};
+    return {options, logits, ids, d_weights, d_prob_sum, d_sums, d_logits};
   }
 };
 
-// Every combination of score, order, renormalisation (without and with an epsilon) and scale.
+// Every combination of score, order and renormalisation: none, plain, with an epsilon that is added,
+// and with one that some sums reach and others do not. Scales alternate.
 inline std::vector<RouterOptions> all_router_options() {
   std::vector<RouterOptions> all;
-  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid}) {
+  for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid,
+                                  RouterScore::kSqrtSoftplus, RouterScore::kIdentity}) {
     for (const bool before : {true, false}) {
-      for (const float scale : {1.0f, 2.5f}) {
-        all.push_back({score, before, false, 0.0f, scale});
-        all.push_back({score, before, true, 0.0f, scale});
-        all.push_back({score, before, true, 0.125f, scale});
-      }
+      const float scale = before ? 2.5f : 1.0f;
+      all.push_back({score, before, false, 0.0f, scale});
+      all.push_back({score, before, true, 0.0f, 3.5f - scale});
+      all.push_back({score, before, true, 0.125f, scale});
+      all.push_back({score, before, true, score == RouterScore::kSoftmax ? 0.6f : 3.0f, scale,
+                     /*renormalize_clamp=*/true});
     }
   }
   return all;

@@ -14,6 +14,29 @@ namespace dropless::testing {
 // quotient of up to E such terms.
 inline Bound router_bound(int64_t terms) { return Bound{16 * 0x1p-24, 0} + fp32_sum(terms); }
 
+// A group-limited selection.
+struct GroupLimit {
+  int64_t num_experts, per_token;
+  int32_t num_groups, groups_kept, score_experts;
+  bool mask_zero;
+
+  void set(RouterOptions& options) const {
+    options.num_groups = num_groups;
+    options.groups_kept = groups_kept;
+    options.group_score_experts = score_experts;
+    options.group_mask_zero = mask_zero;
+  }
+};
+
+// DeepSeek-V3's and DeepSeek-V2's, groups of one, and groups that end inside a warp's row of 32.
+inline std::vector<GroupLimit> group_limits() {
+  return {
+      {256, 8, 8, 4, 2, true}, {160, 6, 8, 3, 1, true},  {60, 4, 6, 2, 3, false},
+      {24, 5, 24, 9, 1, true}, {64, 6, 2, 1, 2, false},  {1024, 12, 32, 5, 5, false},
+      {15, 3, 3, 1, 5, true},
+  };
+}
+
 // Sizes on both sides of every switch: experts a lane of a GPU's warp (32, 64, 128, 256, 512),
 // tokens a chunk (16) and chunks (128); padding, a capacity and a selection bias.
 inline std::vector<Routing> routing_cases(const RouterOptions& options) {
@@ -38,6 +61,17 @@ inline std::vector<Routing> routing_cases(const RouterOptions& options) {
   all.back().add_mask();
   all.back().capacity = 5;
   all.back().selection_bias = normal(rng, DType::kF32, {60});
+  for (const GroupLimit& limit : group_limits()) {
+    for (const bool biased : {false, true}) {
+      Routing r(37, limit.num_experts, limit.per_token);
+      r.options = options;
+      limit.set(r.options);
+      r.randomize(rng);
+      // Negative for most: a mask of 0 then lets masked experts win.
+      if (biased) r.selection_bias = normal(rng, DType::kF32, {limit.num_experts}, 2.0);
+      all.push_back(r);
+    }
+  }
   return all;
 }
 
