@@ -142,8 +142,10 @@ struct Routed {
   Tensor workspace;
 
   Routed(Buffers& b, int64_t tokens, int64_t num_experts, int64_t per_token,
-         DType dtype = DType::kF32) {
-    args.logits = b.random(dtype, {tokens, num_experts});
+         const RouterOptions& options = {}, bool biased = false) {
+    args.options = options;
+    args.logits = b.random(DType::kF32, {tokens, num_experts});
+    if (biased) args.selection_bias = b.random(DType::kF32, {num_experts});
     args.ids = b.make(DType::kI32, {tokens, per_token});
     args.weights = b.make(DType::kF32, {tokens, per_token});
     args.prob_sum = b.make(DType::kF32, {num_experts});
@@ -184,9 +186,40 @@ void copy(benchmark::State& state) {
   cudaEventDestroy(end);
 }
 
-void route(benchmark::State& state, int64_t tokens, int64_t num_experts, int64_t per_token) {
+// A router of the menu, to compare with plain softmax.
+struct Menu {
+  const char* name;
+  RouterOptions options;
+  bool biased;
+};
+
+std::vector<Menu> menu() {
+  RouterOptions sigmoid, grouped, softplus, groups_of_max;
+  sigmoid.score = RouterScore::kSigmoid;
+  sigmoid.renormalize_eps = 1e-20f;
+  sigmoid.scale = 2.5f;
+  grouped = sigmoid;
+  grouped.num_groups = 8;
+  grouped.groups_kept = 4;
+  grouped.group_score_experts = 2;
+  grouped.group_mask_zero = true;
+  softplus = sigmoid;
+  softplus.score = RouterScore::kSqrtSoftplus;
+  groups_of_max = grouped;
+  groups_of_max.score = RouterScore::kSoftmax;
+  groups_of_max.group_score_experts = 1;
+  return {{"softmax", {}, false},
+          {"sigmoid", sigmoid, false},
+          {"sigmoid_bias", sigmoid, true},
+          {"sigmoid_bias_groups", grouped, true},
+          {"sqrt_softplus_bias", softplus, true},
+          {"softmax_groups_of_max", groups_of_max, false}};
+}
+
+void route(benchmark::State& state, int64_t tokens, int64_t num_experts, int64_t per_token,
+           const RouterOptions& options, bool biased) {
   Buffers b;
-  const Routed r(b, tokens, num_experts, per_token);
+  const Routed r(b, tokens, num_experts, per_token, options, biased);
   const int64_t bytes = r.args.logits.bytes() + tokens * per_token * 16;
   measure(state, bytes, [&](cuda::Stream s) { return cuda::route(r.args, r.workspace, s); });
 }
@@ -200,10 +233,11 @@ void plan(benchmark::State& state, int64_t tokens, int64_t num_experts, int64_t 
 }
 
 void route_backward(benchmark::State& state, int64_t tokens, int64_t num_experts,
-                    int64_t per_token) {
+                    int64_t per_token, const RouterOptions& options, bool biased) {
   Buffers b;
-  const Routed r(b, tokens, num_experts, per_token);
+  const Routed r(b, tokens, num_experts, per_token, options, biased);
   RouteBackwardArgs args;
+  args.options = options;
   args.logits = r.args.logits;
   args.ids = r.args.ids;
   args.d_weights = b.random(DType::kF32, {tokens, per_token});
@@ -307,9 +341,14 @@ void add_all() {
         Router{8192, 1024, 32}, Router{65536, 128, 8}, Router{64, 128, 8}}) {
     const std::string size =
         "/T" + std::to_string(t) + "_E" + std::to_string(e) + "_K" + std::to_string(k);
-    add("route" + size, route, t, e, k);
+    add("route" + size, route, t, e, k, RouterOptions(), false);
     add("plan" + size, plan, t, e, k);
-    add("route_backward" + size, route_backward, t, e, k);
+    add("route_backward" + size, route_backward, t, e, k, RouterOptions(), false);
+  }
+  for (const Menu& m : menu()) {
+    const std::string name = std::string("/T16384_E256_K8/") + m.name;
+    add("route" + name, route, 16384, 256, 8, m.options, m.biased);
+    add("route_backward" + name, route_backward, 16384, 256, 8, m.options, m.biased);
   }
   for (const Shape& shape : kShapes) {
     const std::string name = std::string("/") + shape.name;

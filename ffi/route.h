@@ -75,20 +75,20 @@ struct Route {
   template <class Binding>
   static auto bind(Binding binding) {
     return bind_weights(std::move(binding)
-                           .template Arg<ffi::AnyBuffer>()   // logits [T, E]
-                           .template Arg<ffi::AnyBuffer>()   // selection_bias [E] or (0,)
-                           .template Arg<ffi::AnyBuffer>()   // mask [T] or (0,)
-                           .template Arg<ffi::AnyBuffer>()   // forced_ids [T, K] or (0,)
-                           .template Ret<ffi::AnyBuffer>()   // ids [T, K]
-                           .template Ret<ffi::AnyBuffer>()   // weights [T, K]
-                           .template Ret<ffi::AnyBuffer>()   // prob_sum [E]
-                           .template Ret<ffi::AnyBuffer>()   // sums [2]
-                           .template Ret<ffi::AnyBuffer>()   // counters [2]
-                           .template Ret<ffi::AnyBuffer>()   // counts [E]
-                           .template Ret<ffi::AnyBuffer>()   // offsets [E+1]
-                           .template Ret<ffi::AnyBuffer>()   // slot_of_row [M]
-                           .template Ret<ffi::AnyBuffer>()   // row_of_slot [T, K]
-                           .template Ret<ffi::AnyBuffer>())  // workspace
+                            .template Arg<ffi::AnyBuffer>()   // logits [T, E]
+                            .template Arg<ffi::AnyBuffer>()   // selection_bias [E] or (0,)
+                            .template Arg<ffi::AnyBuffer>()   // mask [T] or (0,)
+                            .template Arg<ffi::AnyBuffer>()   // forced_ids [T, K] or (0,)
+                            .template Ret<ffi::AnyBuffer>()   // ids [T, K]
+                            .template Ret<ffi::AnyBuffer>()   // weights [T, K]
+                            .template Ret<ffi::AnyBuffer>()   // prob_sum [E]
+                            .template Ret<ffi::AnyBuffer>()   // sums [2]
+                            .template Ret<ffi::AnyBuffer>()   // counters [2]
+                            .template Ret<ffi::AnyBuffer>()   // counts [E]
+                            .template Ret<ffi::AnyBuffer>()   // offsets [E+1]
+                            .template Ret<ffi::AnyBuffer>()   // slot_of_row [M]
+                            .template Ret<ffi::AnyBuffer>()   // row_of_slot [T, K]
+                            .template Ret<ffi::AnyBuffer>())  // workspace
         .template Attr<int32_t>("num_groups")
         .template Attr<int32_t>("groups_kept")
         .template Attr<int32_t>("group_score_experts")
@@ -130,18 +130,18 @@ struct RouteBackward {
   template <class Binding>
   static auto bind(Binding binding) {
     return bind_weights(std::move(binding)
-                           .template Arg<ffi::AnyBuffer>()    // logits [T, E]
-                           .template Arg<ffi::AnyBuffer>()    // ids [T, K]
-                           .template Arg<ffi::AnyBuffer>()    // d_weights [T, K]
-                           .template Arg<ffi::AnyBuffer>()    // d_prob_sum [E]
-                           .template Arg<ffi::AnyBuffer>()    // d_sums [2]
-                           .template Ret<ffi::AnyBuffer>());  // d_logits [T, E]
+                            .template Arg<ffi::AnyBuffer>()    // logits [T, E]
+                            .template Arg<ffi::AnyBuffer>()    // ids [T, K]
+                            .template Arg<ffi::AnyBuffer>()    // d_weights [T, K]
+                            .template Arg<ffi::AnyBuffer>()    // d_prob_sum [E]
+                            .template Arg<ffi::AnyBuffer>()    // d_sums [2]
+                            .template Ret<ffi::AnyBuffer>());  // d_logits [T, E]
   }
 
   static RouteBackwardArgs decode(Decoder& d, In logits, In ids, In d_weights, In d_prob_sum,
-                                  In d_sums, Out d_logits, int32_t score,
-                                  int32_t score_before_topk, int32_t renormalize,
-                                  float renormalize_eps, int32_t renormalize_clamp, float scale) {
+                                  In d_sums, Out d_logits, int32_t score, int32_t score_before_topk,
+                                  int32_t renormalize, float renormalize_eps,
+                                  int32_t renormalize_clamp, float scale) {
     RouteBackwardArgs args;
     args.options = decode_weights(d, score, score_before_topk, renormalize, renormalize_eps,
                                   renormalize_clamp, scale);

@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from dropless import checkpoint_policies
+from dropless._balance import load_balance_loss, update_selection_bias
 from dropless._config import Activation, MoEConfig, RouterConfig
 from dropless._export import export_disabled_checks
 from dropless._library import libraries as _libraries
@@ -46,6 +47,7 @@ __all__ = [
     "info",
     "init",
     "linen",
+    "load_balance_loss",
     "models",
     "moe",
     "nnx",
@@ -57,6 +59,7 @@ __all__ = [
     "train",
     "trainable_mask",
     "unpermute",
+    "update_selection_bias",
 ]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dropless import _router_gemm, _routing
+from dropless import _balance, _router_gemm, _routing
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._experts import Spec, experts
 from dropless._params import (
@@ -39,7 +39,8 @@ class MoEAux:
       load_balance_loss: scalar float32, E * sum over e of f_e * P_e (Switch Transformer, arXiv
         2101.03961, eq. 4), f_e = expert_counts / (K * tokens), P_e the mean routing probability: 1
         under uniform routing whatever E and K, up to E if all goes to one expert. The gradient
-        flows through P_e.
+        flows through P_e. With ``RouterConfig.balance_loss="sequence"``, the mean over the
+        sequences that have a real token of this loss of each sequence.
       z_loss: scalar float32, mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq.
         5).
       router_entropy: scalar float32, mean over tokens of the entropy of the routing probabilities,
@@ -47,6 +48,9 @@ class MoEAux:
       dropped_tokens: scalar int32, assignments dropped; always 0 unless ``overflow="drop"``.
       rounds: scalar int32, exchanges that were needed until every row was served.
       nonfinite_logits: scalar int32, router logits that are NaN or infinite.
+      prob_sum: [E] float32, sum over tokens of the routing probabilities; carries gradients. With
+        the counts and ``tokens`` it makes losses over more than one call: ``load_balance_loss``.
+      tokens: scalar int32, real tokens.
     """
 
     expert_counts: jax.Array
@@ -56,12 +60,15 @@ class MoEAux:
     dropped_tokens: jax.Array
     rounds: jax.Array
     nonfinite_logits: jax.Array
+    prob_sum: jax.Array
+    tokens: jax.Array
 
     @classmethod
     def zeros(cls, num_experts: int) -> MoEAux:
         """What a call with no tokens returns."""
         i32, f32 = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-        return cls(jnp.zeros((num_experts,), jnp.int32), f32, f32, f32, i32, i32, i32)
+        counts, sums = (jnp.zeros((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32))
+        return cls(counts, f32, f32, f32, i32, i32, i32, sums, i32)
 
 
 @jax.custom_vjp
@@ -89,7 +96,8 @@ def _router_logits_bwd(residuals, d_logits):
 _router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
 
 
-def _aux(routing: Routing, axes: tuple[str, ...]) -> MoEAux:
+def _aux(routing: Routing, balance_loss: jax.Array | None, axes: tuple[str, ...]) -> MoEAux:
+    """``balance_loss`` is that of the batch if None."""
     dropped = jnp.sum(routing.counts, dtype=jnp.int32) - routing.offsets[-1]
     sums = (
         routing.counts, routing.prob_sum, routing.lse_square_sum, routing.entropy_sum,
@@ -98,27 +106,55 @@ def _aux(routing: Routing, axes: tuple[str, ...]) -> MoEAux:
     if axes:
         sums = jax.lax.psum(sums, axes)
     counts, prob_sum, lse_square_sum, entropy_sum, tokens, nonfinite, dropped = sums
+    if balance_loss is None:
+        k = routing.ids.shape[1]
+        balance_loss = _balance.load_balance_loss(counts, prob_sum, tokens, k)
     return MoEAux(
         expert_counts=counts,
-        load_balance_loss=_routing.load_balance_loss(
-            counts, prob_sum, tokens, routing.ids.shape[1]
-        ),
-        z_loss=_routing.mean_over_tokens(lse_square_sum, tokens),
-        router_entropy=_routing.mean_over_tokens(entropy_sum, tokens),
+        load_balance_loss=balance_loss,
+        z_loss=_balance.mean_over_tokens(lse_square_sum, tokens),
+        router_entropy=_balance.mean_over_tokens(entropy_sum, tokens),
         dropped_tokens=dropped,
         rounds=jnp.ones((), jnp.int32),
         nonfinite_logits=nonfinite,
+        prob_sum=prob_sum,
+        tokens=tokens,
     )
 
 
-def _check_input(x: Any, mask: Any, cfg: Any) -> None:
+def _check_input(x: Any, mask: Any, expert_ids: Any, token_ids: Any, cfg: Any) -> None:
     check_config(cfg)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must have shape [..., H] with H >= 1; got {x.shape}.")
     check_float_dtype("x", x.dtype)
+    if cfg.router.balance_loss == "sequence" and x.ndim < 2:
+        raise ValueError(
+            f'RouterConfig.balance_loss="sequence" needs x [..., S, H], S the tokens of a '
+            f"sequence; got {x.shape}."
+        )
+    if (token_ids is not None) != (cfg.router.expert_table is not None):
+        raise ValueError(
+            f"token_ids must be given exactly if RouterConfig.expert_table is; got "
+            f"{'None' if token_ids is None else 'an array'} and "
+            f"RouterConfig.expert_table={cfg.router.expert_table}."
+        )
+    if expert_ids is not None and token_ids is not None:
+        raise ValueError("expert_ids and token_ids both say which experts to use; give one.")
+    lead = x.shape[:-1]
+    for name, array, shape, what in (
+        ("expert_ids", expert_ids, (*lead, cfg.experts_per_token), "and K last"),
+        ("token_ids", token_ids, lead, "without the last axis"),
+    ):
+        if array is None:
+            continue
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{name} must be integers of x's shape {what}, {shape}; got {array.dtype.name}"
+                f"{list(array.shape)}."
+            )
     if mask is None:
         return
-    if mask.shape != x.shape[:-1]:
+    if mask.shape != lead:
         raise ValueError(
             f"mask must have x's shape without the last axis, {x.shape[:-1]}; got {mask.shape}."
         )
@@ -131,6 +167,9 @@ def moe(
     cfg: MoEConfig,
     *,
     mask: jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
+    jitter_key: jax.Array | None = None,
     prepared: PreparedExperts | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     token_axes: str | Sequence[str] = ("data",),
@@ -153,6 +192,13 @@ def moe(
       cfg: the layer.
       mask: [...] bool or integer, false (0) at padding tokens: their y and gradients are 0 and they
         change nothing else.
+      expert_ids: [..., K] integer, experts that are given instead of chosen, to replay decisions:
+        see ``route``. -2 as a token's first id lets it route freely, -1 leaves a slot empty.
+      token_ids: [...] integer, each token's row of ``params["router"]["expert_table"]``, which
+        gives its experts. Required with ``RouterConfig.expert_table``, refused without. A number
+        outside the table makes its token padding.
+      jitter_key: a PRNG key: x is multiplied by the noise that ``RouterConfig.jitter`` describes.
+        Every device draws its own. None: no noise, as in evaluation.
       prepared: ``prepare_experts(params, cfg)``, to reuse over several calls of one optimiser step.
       mesh: default: the ambient one, or that of x's type. Under Explicit axes x's type says how
         tokens are split, under Auto axes ``token_axes`` does. Experts are replicated.
@@ -172,8 +218,10 @@ def moe(
       NotImplementedError: ``expert_axis`` has more than one device.
     """
     x = jnp.asarray(x)
-    mask = None if mask is None else jnp.asarray(mask)
-    _check_input(x, mask, cfg)
+    mask, expert_ids, token_ids = (
+        a if a is None else jnp.asarray(a) for a in (mask, expert_ids, token_ids)
+    )
+    _check_input(x, mask, expert_ids, token_ids, cfg)
     check_params(params, cfg, x.shape[-1])
     if prepared is not None and cfg.precision == "auto":
         precision = getattr(prepared, "precision", None)
@@ -188,29 +236,59 @@ def moe(
         return jnp.zeros_like(x), MoEAux.zeros(cfg.num_experts)
     axes += sharding.axes if sharding is not None else ()
 
-    def on_device(x, mask, replicated):
-        params, prepared = replicated
-        return _moe(x, mask, params, prepared, cfg, spec, axes)
+    per_token = {"mask": mask, "expert_ids": expert_ids, "token_ids": token_ids}
+    sequence_axes = () if sharding is None else sharding.axes_of(-2)
 
+    def on_device(x, per_token, replicated):
+        params, prepared, jitter_key = replicated
+        if jitter_key is not None and cfg.router.jitter > 0:
+            x = _jittered(x, jitter_key, cfg.router.jitter, axes)
+        return _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes)
+
+    replicated = (params, prepared, jitter_key)
     if sharding is None:
-        return on_device(x, mask, (params, prepared))
-    return sharded(on_device, sharding, cfg.strict, x, mask, (params, prepared))
+        return on_device(x, per_token, replicated)
+    return sharded(on_device, sharding, cfg.strict, x, per_token, replicated)
 
 
-def _moe(x, mask, params, prepared, cfg, spec, axes):
-    """``moe`` on one device's tokens."""
+def _jittered(x, key, jitter, axes):
+    """x times uniform noise from 1 - jitter to 1 + jitter, rounded once to x's dtype."""
+    for axis in axes:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    noise = jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter)
+    return (x.astype(jnp.float32) * noise).astype(x.dtype)
+
+
+def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
+    """``moe`` on one device's tokens; ``sequence_axes`` are those of ``axes`` that cut sequences."""
     tokens = checkpoint_name(x.reshape(-1, x.shape[-1]), "dropless_x")
+    mask, expert_ids, token_ids = (per_token[n] for n in ("mask", "expert_ids", "token_ids"))
     if mask is not None:
         mask = mask.reshape(-1) != 0
     router = params["router"]
+    if token_ids is not None:
+        # Whole numbers in float32; outside the table, and for NaN, there is no expert.
+        rows = router["expert_table"].at[token_ids.reshape(-1)].get(mode="fill", fill_value=-1)
+        expert_ids = jax.lax.stop_gradient(rows).astype(jnp.int32)
+    if expert_ids is not None:
+        expert_ids = expert_ids.reshape(-1, cfg.experts_per_token)
     with jax.named_scope("dropless_router"):
         operands = (tokens, router["kernel"], router.get("bias"), mask)
         logits = _router_logits(*_routing.unify_axes(operands))
         logits = checkpoint_name(logits, "dropless_routing")
         routing = _routing.route(
-            logits, cfg, selection_bias=router.get("selection_bias"), mask=mask
+            logits,
+            cfg,
+            mask=mask,
+            expert_ids=expert_ids,
+            **{n: router.get(n) for n in ("selection_bias", "expert_scale")},
         )
-    weighted_input = getattr(cfg.router, "weight_on", "output") == "input"
+        balance_loss = None
+        if cfg.router.balance_loss == "sequence":
+            balance_loss = _balance.sequence_balance_loss(
+                logits, routing.ids, x.shape[-2], cfg.router.score, axes, sequence_axes
+            )
+    weighted_input = cfg.router.weight_on == "input"
     run = experts_of_weighted_input if weighted_input else experts
     y = run(spec, tokens, routing.weights, dict(params["experts"]), prepared, routing)
     if "shared" in params:
@@ -222,4 +300,4 @@ def _moe(x, mask, params, prepared, cfg, spec, axes):
                 gate_logits = _router_logits(*_routing.unify_axes(operands))
             shared_prepared = None if prepared is None else prepared.shared
             y += shared_expert(spec, tokens, gate_logits, mask, shared, shared_prepared)
-    return y.reshape(x.shape), _aux(routing, axes)
+    return y.reshape(x.shape), _aux(routing, balance_loss, axes)

@@ -289,21 +289,3 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
     ]  # fmt: skip
     capacity = min(capacity, ids.size)  # which fits the kernels' integer and changes nothing
     return Plan(*call("plan", results, [ids], workspace=(t, num_experts), capacity=capacity))
-
-
-def load_balance_loss(
-    counts: jax.Array, prob_sum: jax.Array, tokens: jax.Array, k: int
-) -> jax.Array:
-    """E * sum over e of f_e * P_e, with f_e = counts / (K * tokens) and P_e = prob_sum / tokens.
-
-    Switch Transformer's loss (arXiv 2101.03961, eq. 4) for K experts a token: 1 under uniform
-    routing whatever E and K. Its gradient flows through P alone. 0 for no tokens.
-    """
-    real = jnp.maximum(tokens, 1).astype(jnp.float32)
-    fraction = counts.astype(jnp.float32) / (k * real)
-    return counts.shape[0] * jnp.sum(fraction * (prob_sum / real))
-
-
-def mean_over_tokens(total: jax.Array, tokens: jax.Array) -> jax.Array:
-    """total / tokens, and 0 for no tokens."""
-    return total / jnp.maximum(tokens, 1).astype(jnp.float32)

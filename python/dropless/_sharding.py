@@ -29,6 +29,11 @@ class TokenSharding:
     axes: tuple[str, ...]
     manual: frozenset[str]
 
+    def axes_of(self, dimension: int) -> tuple[str, ...]:
+        """Mesh axes that split one dimension of x."""
+        spec = tuple(self.x_spec)
+        return _axes_of(spec[dimension]) if len(spec) >= -dimension else ()
+
 
 def complain(strict: bool, text: str) -> None:
     """A slow path: an error if strict, else one warning."""
@@ -164,10 +169,13 @@ def sharded(
     sharding: TokenSharding,
     strict: bool,
     x: jax.Array,
-    mask: jax.Array | None,
+    per_token: Any,
     replicated: Any,
 ) -> Any:
-    """``function(x, mask, replicated)`` on every device's tokens; returns (like x, replicated)."""
+    """``function(x, per_token, replicated)`` on every device's tokens.
+
+    The leaves of ``per_token`` have the leading axes of x [..., H]. Returns (like x, replicated).
+    """
 
     def gathered(path, leaf):
         spec = jax.typeof(leaf).sharding.spec
@@ -179,14 +187,14 @@ def sharded(
             )
         return _place(leaf, PartitionSpec(), sharding.mesh)
 
-    mask_spec = PartitionSpec(*tuple(sharding.x_spec)[:-1])
+    token_spec = PartitionSpec(*tuple(sharding.x_spec)[:-1])
     x = _place(x, sharding.x_spec, sharding.mesh)
-    mask = None if mask is None else _place(mask, mask_spec, sharding.mesh)
+    per_token = jax.tree.map(lambda leaf: _place(leaf, token_spec, sharding.mesh), per_token)
     replicated = jax.tree_util.tree_map_with_path(gathered, replicated)
     return jax.shard_map(
         function,
         mesh=sharding.mesh,
-        in_specs=(sharding.x_spec, mask_spec, PartitionSpec()),
+        in_specs=(sharding.x_spec, token_spec, PartitionSpec()),
         out_specs=(sharding.x_spec, PartitionSpec()),
         axis_names=sharding.manual,
-    )(x, mask, replicated)
+    )(x, per_token, replicated)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from dropless._balance import update_selection_bias
 from dropless._config import Activation, MoEConfig, RouterConfig
 from dropless._layer_options import check_dropout
 from dropless._moe import moe
@@ -56,8 +58,8 @@ class MoELayer(nn.Module):
     """A Mixture-of-Experts feed-forward layer that drops no token: ``[..., H] -> [..., H]``.
 
     Parameters are those of ``dropless.init`` under the same names and shapes, in the collection
-    ``params``; ``selection_bias`` is in the collection ``router_state``, where no optimiser finds
-    it. Every call outside ``init`` sows its ``MoEAux`` as ``moe_aux`` in the collection
+    ``params``; ``selection_bias`` and ``expert_table`` are in the collection ``router_state``, where
+    no optimiser finds them. Every call outside ``init`` sows its ``MoEAux`` as ``moe_aux`` in the collection
     ``intermediates``.
 
     Attributes:
@@ -115,7 +117,8 @@ class MoELayer(nn.Module):
           mask: ``[...]`` bool, False at padding tokens: they get 0 and count nowhere.
           deterministic: True switches dropout off, False on.
           return_aux: also return the ``MoEAux``, and sow nothing.
-          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``...
+          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``,
+            ``expert_ids``, ``token_ids``, ``jitter_key``...
 
         Returns:
           ``y [..., H]`` in x's dtype, or ``(y, aux)``.
@@ -137,6 +140,36 @@ class MoELayer(nn.Module):
         if not self.is_initializing():
             self.sow("intermediates", "moe_aux", aux)
         return y
+
+    def update_selection_bias(
+        self,
+        expert_counts: jax.Array,
+        *,
+        rate: float = 1e-3,
+        axis_name: str | Sequence[str] | None = None,
+    ) -> None:
+        """Moves ``selection_bias`` towards equal loads, once a step.
+
+        See ``dropless.update_selection_bias``. For example
+        ``layer.apply(variables, aux.expert_counts, method="update_selection_bias",
+        mutable=["router_state"])``.
+
+        Args:
+          expert_counts: [E] integer, assignments of the step, added over microbatches.
+          rate: the step.
+          axis_name: inside your own ``shard_map``, axes to sum the counts over.
+
+        Raises:
+          ValueError: the variables hold no selection bias.
+        """
+        bias = self.get_variable("router_state", "selection_bias")
+        if bias is None:
+            raise ValueError(
+                "update_selection_bias: router_state holds no selection_bias; construct the layer "
+                "with router=RouterConfig(selection_bias=True)"
+            )
+        bias = update_selection_bias(bias, expert_counts, rate=rate, axis_name=axis_name)
+        self.put_variable("router_state", "selection_bias", bias)
 
     def _params(self, model_dim: int) -> dict[str, dict[str, jax.Array]]:
         params = _Params(self.config, model_dim, self.param_dtype, self.kernel_init)

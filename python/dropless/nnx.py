@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.errors
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from dropless._balance import update_selection_bias
 from dropless._config import MoEConfig
 from dropless._layer_options import check_dropout, layer_config
 from dropless._moe import MoEAux, moe
@@ -27,7 +28,10 @@ _next_seed = itertools.count()
 
 
 class RouterState(nnx.Variable):
-    """Router state that no gradient and no optimiser touches: ``selection_bias [E]`` float32."""
+    """Router state that no gradient and no optimiser touches.
+
+    ``selection_bias [E]`` and ``expert_table [V,K]``, both float32.
+    """
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +185,8 @@ class MoELayer(nnx.Module):
             on there.
           return_aux: also return the ``MoEAux``, and leave ``layer.aux`` as it is. Needed under an
             ``nnx.vmap`` that broadcasts the layer, where one ``layer.aux`` cannot hold them all.
-          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``...
+          **kwargs: further arguments of ``dropless.moe``: ``prepared``, ``mesh``, ``token_axes``,
+            ``expert_ids``, ``token_ids``, ``jitter_key``...
 
         Returns:
           ``y [..., H]`` in x's dtype, or ``(y, aux)``.
@@ -211,6 +216,35 @@ class MoELayer(nnx.Module):
           ValueError: the layer has no parameters yet.
         """
         return prepare_experts(self.params, self.config)
+
+    def update_selection_bias(
+        self,
+        expert_counts: jax.Array | None = None,
+        *,
+        rate: float = 1e-3,
+        axis_name: str | Sequence[str] | None = None,
+    ) -> None:
+        """Moves ``selection_bias`` towards equal loads, once a step: ``update_selection_bias``.
+
+        Args:
+          expert_counts: [E] integer, assignments of the step, added over microbatches; None: of the
+            last call, from ``layer.aux``.
+          rate: the step.
+          axis_name: inside your own ``shard_map``, axes to sum the counts over.
+
+        Raises:
+          ValueError: the layer has no selection bias, or none yet.
+        """
+        if self.pending_key is not None or "selection_bias" not in self.params["router"]:
+            raise ValueError(
+                "update_selection_bias: the layer has no selection bias; construct it with "
+                "router=RouterConfig(selection_bias=True), and with model_dim= or call it first"
+            )
+        counts = self.aux.expert_counts if expert_counts is None else expert_counts
+        bias = self.router["selection_bias"]
+        bias.set_value(
+            update_selection_bias(bias.get_value(), counts, rate=rate, axis_name=axis_name)
+        )
 
     @property
     def params(self) -> dict[str, dict[str, jax.Array]]:

@@ -167,8 +167,7 @@ bool weigh_choices(const RouterOptions& options, const RouterRow& row,
 // experts leaves out what goes through its denominator: returns the sum of d_score * score that
 // belongs there.
 float weights_backward(const RouterOptions& options, const float* d_weights /* [T, K] */,
-                       bool divisor_depends, const std::vector<Choice>& choices,
-                       float* d_logits) {
+                       bool divisor_depends, const std::vector<Choice>& choices, float* d_logits) {
   float mean = 0.0f;
   if (divisor_depends) {
     for (const Choice& c : choices) mean += d_weights[c.slot] * c.normalized;

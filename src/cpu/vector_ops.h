@@ -15,8 +15,8 @@ struct RouterRow {
   int64_t n;            // padded
   float largest;        // NaN if a logit is
   float lse;            // log of the sum of exp(logits)
-  float* scores;  // [n] softmax; or sigmoid, sqrt-softplus, up to a factor common to the row
-  float* slopes;  // [n] d log(score) / d logit, without cancellation; not of softmax
+  float* scores;        // [n] softmax; or sigmoid, sqrt-softplus, up to a factor common to the row
+  float* slopes;        // [n] d log(score) / d logit, without cancellation; not of softmax
 };
 
 // Upstream gradients of one token's statistics.

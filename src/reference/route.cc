@@ -145,7 +145,7 @@ std::vector<Choice> choose(const RouteArgs& args, int64_t t) {
 struct Weights {
   Row scores;
   Row normalized;
-  double denominator;    // normalized = scores / denominator
+  double denominator;   // normalized = scores / denominator
   bool depends_on_sum;  // the denominator does
 };
 

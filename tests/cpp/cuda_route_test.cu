@@ -20,6 +20,7 @@ RouteArgs on_device(Device& device, RouteArgs a) {
   a.logits = device.put(a.logits);
   a.selection_bias = device.put(a.selection_bias);
   a.mask = device.put(a.mask);
+  a.forced_ids = device.put(a.forced_ids);
   a.ids = device.put(a.ids);
   a.weights = device.put(a.weights);
   a.prob_sum = device.put(a.prob_sum);
@@ -31,7 +32,6 @@ RouteArgs on_device(Device& device, RouteArgs a) {
 
 RouteBackwardArgs on_device(Device& device, RouteBackwardArgs a) {
   a.logits = device.put(a.logits);
-  a.mask = device.put(a.mask);
   a.ids = device.put(a.ids);
   a.d_weights = device.put(a.d_weights);
   a.d_prob_sum = device.put(a.d_prob_sum);
@@ -95,6 +95,7 @@ TEST_P(CudaRoute, ForwardHasTheReferencesIdsAndPlan) {
 
 TEST_P(CudaRoute, BackwardMatchesReference) {
   for (Routing& r : cases()) {
+    if (r.options.num_groups > 1) continue;  // groups change the ids alone
     SCOPED_TRACE(r.logits.shape());
     ASSERT_TRUE(reference::route(r.forward()).ok());
     Routing expected = r, got = r;
@@ -176,6 +177,38 @@ TEST_F(CudaRouteSizes, F9_AnyNumberOfExpertsAndChoices) {
   }
 }
 
+TEST_F(CudaRouteSizes, GroupsAcrossEveryRowOfAWarp) {
+  Rng rng(42);
+  for (const GroupLimit& limit : std::vector<GroupLimit>{{1024, 32, 32, 16, 5, false},
+                                                         {1024, 8, 8, 4, 2, true},
+                                                         {32, 4, 1, 1, 1, false},
+                                                         {64, 8, 32, 7, 2, true},
+                                                         {96, 5, 3, 2, 31, false},
+                                                         {512, 8, 16, 4, 3, true},
+                                                         {384, 8, 6, 2, 2, false}}) {
+    for (const bool ties : {false, true}) {
+      Routing expected(67, limit.num_experts, limit.per_token);
+      expected.options.score = RouterScore::kSigmoid;
+      limit.set(expected.options);
+      expected.randomize(rng);
+      expected.selection_bias = normal(rng, DType::kF32, {limit.num_experts});
+      if (ties) {
+        for (int64_t i = 0; i < expected.logits.size(); ++i) {
+          expected.logits.set(i, static_cast<double>(rng() % 3));
+        }
+        expected.logits.as<float>()[5] = kNan;
+        expected.selection_bias.fill(-0.5);
+      }
+      Routing got = expected;
+      SCOPED_TRACE(expected.logits.shape() + " groups " + std::to_string(limit.num_groups));
+      ASSERT_TRUE(reference::route(expected.forward()).ok());
+      gpu_route(got);
+      EXPECT_TRUE(got.ids.same_bits(expected.ids));
+      EXPECT_TRUE(got.plan.same_bits(expected.plan));
+    }
+  }
+}
+
 TEST_F(CudaRouteSizes, MoreThanTheLimitsIsAnErrorThatNamesThem) {
   Routing many(2, 1025, 1);
   Status status = cuda::route(many.forward(), {}, nullptr);
@@ -236,6 +269,28 @@ TEST_F(CudaRouteSizes, H1_PaddingChangesNothing) {
       EXPECT_EQ(padded.d_logits[t * 7 + e], plain.d_logits[source * 7 + e]);
     }
   }
+}
+
+TEST_F(CudaRouteSizes, F7_EveryCombinationMatchesReference) {
+  for (Routing& expected : every_combination()) {
+    Routing got = expected;
+    ASSERT_TRUE(reference::route(expected.forward()).ok());
+    gpu_route(got);
+    expect_same_routing(got, expected);
+    ASSERT_TRUE(reference::route_backward(expected.backward()).ok());
+    gpu_route_backward(got);
+    EXPECT_TRUE(close(got.d_logits, expected.d_logits,
+                      router_bound(4 * expected.num_experts()) + Bound{0, 32 * 0x1p-24}));
+  }
+}
+
+TEST_F(CudaRouteSizes, MoreGroupsThanAWarpHasLanesIsAnError) {
+  Routing many(2, 66, 3);
+  many.options.num_groups = 33;
+  const Status status = cuda::route(many.forward(), {}, nullptr);
+  EXPECT_EQ(status.code(), StatusCode::kUnimplemented);
+  EXPECT_NE(status.message().find("32 groups (num_groups), got 33"), std::string::npos)
+      << status.message();
 }
 
 TEST_F(CudaRouteSizes, ScoresThatUnderflowKeepWeightsStatisticsAndGradients) {

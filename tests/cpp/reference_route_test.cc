@@ -91,8 +91,8 @@ std::vector<int> naive_selection(const RouterOptions& o, const std::vector<doubl
   for (size_t e = 0; e < z.size(); ++e) {
     double value = z[e];
     if (o.score_before_topk) {
-      value = o.score == RouterScore::kSoftmax ? std::exp(z[e]) / exp_all
-                                               : naive_score(o.score, z[e]);
+      value =
+          o.score == RouterScore::kSoftmax ? std::exp(z[e]) / exp_all : naive_score(o.score, z[e]);
     }
     ranked.push_back(value + (bias.view().given() ? bias[static_cast<int64_t>(e)] : 0.0));
   }
@@ -105,7 +105,8 @@ std::vector<int> naive_selection(const RouterOptions& o, const std::vector<doubl
   }
   const std::vector<int> kept = naive_top_k(scores, o.groups_kept);
   for (size_t e = 0; e < ranked.size(); ++e) {
-    const bool is_kept = std::find(kept.begin(), kept.end(), static_cast<int>(e / size)) != kept.end();
+    const bool is_kept =
+        std::find(kept.begin(), kept.end(), static_cast<int>(e / size)) != kept.end();
     if (!is_kept) ranked[e] = o.group_mask_zero ? 0.0 : -kInf;
   }
   return naive_top_k(ranked, k);
@@ -131,7 +132,7 @@ TEST_P(RouteOptions, F7_ForwardMatchesDefinition) {
       for (int64_t k = 0; k < 4; ++k) {
         EXPECT_EQ(r.ids[t * 4 + k], r.is_real(t) ? ids[k] : -1);
         const double expected = r.is_real(t) ? naive.weights[k] : 0;
-        EXPECT_NEAR(r.weights[t * 4 + k], expected, 0x1p-23 * expected);
+        EXPECT_NEAR(r.weights[t * 4 + k], expected, 0x1p-23 * std::abs(expected));
       }
       if (!r.is_real(t)) continue;
       for (size_t e = 0; e < 9; ++e) prob_sum[e] += naive.prob[e];
@@ -149,36 +150,58 @@ TEST_P(RouteOptions, F7_ForwardMatchesDefinition) {
   }
 }
 
-TEST_P(RouteOptions, BackwardMatchesFiniteDifferences) {
-  Rng rng(8);
-  Routing r(7, 10, 3);
-  r.options = GetParam();
-  r.randomize(rng);
-  r.add_mask();
-  ASSERT_TRUE(reference::route(r.forward()).ok());
-  ASSERT_TRUE(reference::route_backward(r.backward()).ok());
-  for (int64_t t = 0; t < r.tokens(); ++t) {
-    std::vector<double> z = row_of(r.logits, t);
-    const std::vector<int> ids = naive_top_k(z, 3);
-    const auto objective = [&] {
-      const Naive n = naive_router(r.options, z, ids);
-      double sum = r.d_sums[0] * n.lse_square + r.d_sums[1] * n.entropy;
-      for (int64_t k = 0; k < 3; ++k) sum += r.d_weights[t * 3 + k] * n.weights[k];
-      for (int64_t e = 0; e < 10; ++e) sum += r.d_prob_sum[e] * n.prob[e];
-      return sum;
-    };
-    for (int64_t e = 0; e < 10; ++e) {
-      // Central differences: the error is h^2 (1e-10) from the series and 1e-16 / h from rounding.
-      constexpr double kStep = 1e-5;
-      const double at = z[e];
-      z[e] = at + kStep;
-      const double above = objective();
-      z[e] = at - kStep;
-      const double below = objective();
-      z[e] = at;
-      const double expected = r.is_real(t) ? (above - below) / (2 * kStep) : 0.0;
-      EXPECT_NEAR(r.d_logits[t * 10 + e], expected, 1e-8 + 0x1p-23 * std::abs(expected))
-          << "token " << t << " expert " << e;
+TEST(ReferenceRoute, F7_EveryCombinationMatchesDefinitionAndFiniteDifferences) {
+  for (Routing& r : every_combination()) {
+    const int64_t num_experts = r.num_experts(), per_token = r.per_token();
+    ASSERT_TRUE(reference::route(r.forward()).ok());
+    ASSERT_TRUE(reference::route_backward(r.backward()).ok());
+    for (int64_t t = 0; t < r.tokens(); ++t) {
+      std::vector<double> z = row_of(r.logits, t);
+      std::vector<int> slots, ids;
+      if (r.is_real(t) && r.forced_ids[t * per_token] == kRouteFreely) {
+        ids = naive_selection(r.options, z, r.selection_bias, per_token);
+        slots = {0, 1, 2};
+      } else if (r.is_real(t) && t == 6) {
+        ids = {11, 0};
+        slots = {0, 2};
+      }
+      for (int64_t k = 0; k < per_token; ++k) {
+        const auto at = std::find(slots.begin(), slots.end(), static_cast<int>(k));
+        const int expected = at == slots.end() ? -1 : ids[at - slots.begin()];
+        ASSERT_EQ(r.ids[t * per_token + k], expected) << "token " << t << " choice " << k;
+      }
+      if (ids.empty()) {
+        EXPECT_TRUE(rows_are_zero(r.d_logits, t, t + 1));
+        continue;
+      }
+      const Naive naive = naive_router(r.options, z, ids);
+      for (size_t i = 0; i < ids.size(); ++i) {
+        EXPECT_NEAR(r.weights[t * per_token + slots[i]], naive.weights[i],
+                    0x1p-23 * std::abs(naive.weights[i]));
+      }
+      const auto objective = [&] {
+        const Naive n = naive_router(r.options, z, ids);
+        double sum = r.d_sums[0] * n.lse_square + r.d_sums[1] * n.entropy;
+        for (size_t i = 0; i < ids.size(); ++i) {
+          sum += r.d_weights[t * per_token + slots[i]] * n.weights[i];
+        }
+        for (int64_t e = 0; e < num_experts; ++e) sum += r.d_prob_sum[e] * n.prob[e];
+        return sum;
+      };
+      for (int64_t e = 0; e < num_experts; ++e) {
+        // Central differences: the error is h^2 (1e-10) from the series and 1e-16 / h from
+        // rounding.
+        constexpr double kStep = 1e-5;
+        const double at = z[e];
+        z[e] = at + kStep;
+        const double above = objective();
+        z[e] = at - kStep;
+        const double below = objective();
+        z[e] = at;
+        const double expected = (above - below) / (2 * kStep);
+        EXPECT_NEAR(r.d_logits[t * num_experts + e], expected, 1e-7 + 0x1p-23 * std::abs(expected))
+            << "token " << t << " expert " << e;
+      }
     }
   }
 }
@@ -222,7 +245,7 @@ TEST_P(RouteOptions, ForcedIdsAreWeighedAndOthersChosen) {
     for (int64_t k = 0; k < 3; ++k) {
       EXPECT_EQ(r.ids[t * 3 + k], expected[t][k]);
       const double weight = expected[t][k] < 0 ? 0.0 : naive.weights[next++];
-      EXPECT_NEAR(r.weights[t * 3 + k], weight, 0x1p-23 * weight);
+      EXPECT_NEAR(r.weights[t * 3 + k], weight, 0x1p-23 * std::abs(weight));
     }
   }
   EXPECT_EQ(r.counters[0], 4);
@@ -312,7 +335,7 @@ TEST(ReferenceRoute, F6_SelectionBiasChangesIdsNotWeights) {
       EXPECT_EQ(r.ids[t * 2 + 1], 1);
       const Naive naive = naive_router(options, row_of(r.logits, t), {4, 1});
       for (int64_t k = 0; k < 2; ++k) {
-        EXPECT_NEAR(r.weights[t * 2 + k], naive.weights[k], 0x1p-23 * naive.weights[k]);
+        EXPECT_NEAR(r.weights[t * 2 + k], naive.weights[k], 0x1p-23 * std::abs(naive.weights[k]));
       }
     }
   }

@@ -71,10 +71,19 @@ def normal(key, shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(key), shape, jnp.float32).astype(dtype)
 
 
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
 ROUTERS = [
     dict(zip(("score", "score_before_topk", "renormalize", "scale"), v, strict=True))
-    for v in itertools.product(("softmax", "sigmoid"), (True, False), (True, False), (1.0, 2.5))
+    for v in itertools.product(SCORES, (True, False), (True, False), (1.0, 2.5))
 ]
+
+
+def router_logits(key, shape, router, dtype=jnp.float32):
+    """Normal, but positive where their sum divides: sums of either sign have few digits."""
+    logits = normal(key, shape, dtype)
+    if router["score"] == "identity" and router.get("renormalize", True):
+        logits = jnp.abs(logits) + jnp.asarray(0.125, dtype)
+    return logits
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: "_".join(str(v) for v in r.values()))
@@ -84,7 +93,7 @@ def test_f7_route_has_equal_ids_and_close_weights(router, dtype):
         cfg = config(e, k, **router)
         mask = jnp.arange(t) % 3 != 1
         route = functools.partial(dropless.route, cfg=cfg, mask=mask)
-        cpu, gpu = on_both(route, normal(0, (t, e), dtype))
+        cpu, gpu = on_both(route, router_logits(0, (t, e), router, dtype))
         for name in ("ids", "counts", "offsets", "slot_of_row", "row_of_slot", "tokens"):
             assert_same_bits(getattr(gpu, name), getattr(cpu, name))
         for name in ("weights", "prob_sum", "lse_square_sum", "entropy_sum"):
@@ -105,7 +114,11 @@ def test_e2_route_gradient(router):
             return jax.grad(loss)(logits)
 
         cpu, gpu = on_both(
-            gradient, normal(1, (t, e)), normal(2, (t, k)), normal(3, (e,)), normal(4, (2,))
+            gradient,
+            router_logits(1, (t, e), router),
+            normal(2, (t, k)),
+            normal(3, (e,)),
+            normal(4, (2,)),
         )
         rms = np.sqrt(np.mean(np.float64(cpu) ** 2))
         # A softmax's gradient is a difference of sums over E terms.
@@ -113,15 +126,41 @@ def test_e2_route_gradient(router):
 
 
 def test_f5_biased_selection_has_equal_ids():
-    for score, before in itertools.product(("softmax", "sigmoid"), (True, False)):
-        for t, e, k, _ in SIZES:
-            cfg = config(e, k, score=score, score_before_topk=before, selection_bias=True)
+    grouped = {"num_groups": 4, "groups_kept": 2, "group_score_experts": 2, "group_mask": "zero"}
+    for score, before, groups in itertools.product(SCORES, (True, False), ({}, grouped)):
+        for t, e, k, _ in SIZES[1:] if groups else SIZES:
+            cfg = config(
+                e, k, score=score, score_before_topk=before, selection_bias=True, **groups
+            )
 
             def ids(logits, bias, cfg=cfg):
                 return dropless.route(logits, cfg, selection_bias=bias).ids
 
             cpu, gpu = on_both(ids, normal(5, (t, e)), normal(6, (e,)))
             assert_same_bits(gpu, cpu)
+
+
+def test_given_experts_and_the_gradient_of_their_scale():
+    for t, e, k, _ in SIZES:
+        cfg = config(e, k, score="sigmoid", renormalize_eps=0.5, expert_scale=True)
+        # Free, given, out of range, repeated and empty slots.
+        ids = jnp.asarray(np.random.default_rng(23).integers(-2, e + 2, (t, k)), jnp.int32)
+
+        def gradient(logits, scale, ids, d_weights, cfg=cfg):
+            def loss(logits, scale):
+                r = dropless.route(logits, cfg, expert_ids=ids, expert_scale=scale)
+                return jnp.sum(r.weights * d_weights), r
+
+            return jax.value_and_grad(loss, (0, 1), has_aux=True)(logits, scale)
+
+        cpu, gpu = on_both(gradient, normal(24, (t, e)), normal(25, (e,)), ids, normal(26, (t, k)))
+        (_, cpu_routing), cpu_gradients = cpu
+        (_, gpu_routing), gpu_gradients = gpu
+        for name in ("ids", "counts", "offsets", "slot_of_row", "row_of_slot", "tokens"):
+            assert_same_bits(getattr(gpu_routing, name), getattr(cpu_routing, name))
+        assert_close(gpu_routing.weights, cpu_routing.weights, k)
+        for g, c in zip(gpu_gradients, cpu_gradients, strict=True):
+            assert_close(g, c, t + e)
 
 
 def test_f1_ids_of_logits_that_are_not_finite():

@@ -38,7 +38,12 @@ def to64(tree):
 
 
 def scores_of(logits, kind):
-    return jax.nn.softmax(logits, -1) if kind == "softmax" else jax.nn.sigmoid(logits)
+    return {
+        "softmax": lambda z: jax.nn.softmax(z, -1),
+        "sigmoid": jax.nn.sigmoid,
+        "sqrt_softplus": lambda z: jnp.sqrt(jnp.logaddexp(z, 0)),
+        "identity": lambda z: z,
+    }[kind](logits)
 
 
 def top_k(values, k):
@@ -47,20 +52,51 @@ def top_k(values, k):
     return jnp.argsort(-values, axis=-1, stable=True)[:, :k]
 
 
-def route(logits, router, k, selection_bias=None, mask=None, ids=None):
-    """ids, weights, and the three sums over real tokens."""
+def keep_groups(ranked, router):
+    """Ranked values [T, E] with those of the groups that are not kept replaced."""
+    t, e = ranked.shape
+    grouped = ranked.reshape(t, router.num_groups, -1)
+    best = -jnp.sort(-grouped, axis=-1)[..., : router.group_score_experts]
+    kept = jax.nn.one_hot(top_k(best.sum(-1), router.groups_kept), router.num_groups).sum(1)
+    other = 0.0 if router.group_mask == "zero" else -jnp.inf
+    return jnp.where(kept[..., None] > 0, grouped, other).reshape(t, e)
+
+
+def route(logits, router, k, selection_bias=None, mask=None, ids=None, expert_scale=None):
+    """ids, weights, and the three sums over real tokens.
+
+    ``ids`` [T, K] are experts that are given, -1 in empty slots.
+    """
     t = logits.shape[0]
     real = jnp.ones(t) if mask is None else (jnp.reshape(mask, t) != 0).astype(logits.dtype)
     bias = 0.0 if selection_bias is None else selection_bias
     scores = scores_of(logits, router.score)
     if ids is None:
-        ids = top_k((scores if router.score_before_topk else logits) + bias, k)
-    picked = jnp.take_along_axis(scores if router.score_before_topk else logits, ids, -1)
-    weights = picked if router.score_before_topk else scores_of(picked, router.score)
+        ranked = (scores if router.score_before_topk else logits) + bias
+        ids = top_k(keep_groups(ranked, router) if router.num_groups > 1 else ranked, k)
+    real = real * (ids >= 0).any(-1)
+    picked = jnp.take_along_axis(logits, jnp.maximum(ids, 0), -1)
+    if router.score != "softmax":
+        weights = scores_of(picked, router.score)
+    elif router.score_before_topk:
+        weights = jnp.take_along_axis(scores, jnp.maximum(ids, 0), -1)
+    else:
+        weights = jnp.where(ids < 0, 0, jnp.exp(picked))
+        weights = weights / jnp.where(real > 0, weights.sum(-1), 1)[:, None]
+    weights = jnp.where(ids < 0, 0, weights)
     if router.renormalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + router.renormalize_eps)
+        total = weights.sum(-1, keepdims=True)
+        eps = router.renormalize_eps
+        total = jnp.maximum(total, eps) if router.renormalize_clamp else total + eps
+        weights = weights / jnp.where(real[:, None] > 0, total, 1)
     weights = weights * router.scale * real[:, None]
-    share = scores if router.score == "softmax" else scores / scores.sum(-1, keepdims=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale[jnp.maximum(ids, 0)]
+    share = scores
+    if router.score in ("sigmoid", "sqrt_softplus"):
+        share = scores / scores.sum(-1, keepdims=True)
+    elif router.score == "identity":
+        share = jax.nn.softmax(logits, -1)
     entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), -1)
     lse = jax.nn.logsumexp(logits, -1)
     sums = (share * real[:, None]).sum(0), (lse**2 * real).sum(), (entropy * real).sum()
@@ -110,8 +146,9 @@ def moe(x, params, cfg, mask=None):
     router = params["router"]
     logits = tokens @ router["kernel"] + router.get("bias", 0.0)
     ids, weights, prob_sum, lse2, entropy, real = route(
-        logits, cfg.router, k, router.get("selection_bias"), mask
-    )
+        logits, cfg.router, k, router.get("selection_bias"), mask,
+        expert_scale=router.get("expert_scale"),
+    )  # fmt: skip
     chosen = jax.nn.one_hot(ids, e, dtype=x.dtype) * real[:, None, None]  # [T, K, E]
     kept = chosen
     if cfg.overflow == "drop":

@@ -70,7 +70,7 @@ def test_n2_layer_options_are_checked(options, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"score": "tanh"}, r"RouterConfig.score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
+        ({"score": "tanh"}, r"RouterConfig.score must be one of 'softmax', .*; got 'tanh'"),
         ({"renormalize": 0}, r"RouterConfig.renormalize must be True or False; got 0"),
         ({"renormalize_eps": -1.0}, r"RouterConfig.renormalize_eps must be .* >= 0 .*; got -1.0"),
         ({"scale": 0}, r"RouterConfig.scale must be a finite number > 0 in float32; got 0"),

@@ -17,9 +17,9 @@ namespace dropless::cuda {
 template <class T>
 struct RouteTokensParams {
   RouterOptions options;
-  const T* logits;      // [T, E]
-  const float* bias;    // [E] or null
-  const uint8_t* mask;  // [T] or null
+  const T* logits;            // [T, E]
+  const float* bias;          // [E] or null
+  const uint8_t* mask;        // [T] or null
   const int32_t* forced_ids;  // [T, K] or null
   int32_t* ids;               // [T, K]
   float* weights;             // [T, K]
@@ -130,8 +130,9 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
       if (options.score == RouterScore::kSoftmax) {
         value = token.score[j] / token.exp_sum;
       } else {
-        value = token.is_scaled_up() ? router::elementwise_score(options.score, token.logit[j])
-                                   : token.score[j];
+        const float rate = router::exp_rate(options.score);
+        value =
+            token.is_scaled_up() ? router::exp_nonpositive(rate * token.logit[j]) : token.score[j];
       }
     }
     if (biased && e < num_experts) value += bias[e];

@@ -94,8 +94,8 @@ struct Routing {
   }
 };
 
-// Every combination of score, order and renormalisation: none, plain, with an epsilon that is added,
-// and with one that some sums reach and others do not. Scales alternate.
+// Every combination of score, order and renormalisation: none, plain, with an epsilon that is
+// added, and with one that some sums reach and others do not. Scales alternate.
 inline std::vector<RouterOptions> all_router_options() {
   std::vector<RouterOptions> all;
   for (const RouterScore score : {RouterScore::kSoftmax, RouterScore::kSigmoid,

@@ -31,8 +31,8 @@ struct GroupLimit {
 // DeepSeek-V3's and DeepSeek-V2's, groups of one, and groups that end inside a warp's row of 32.
 inline std::vector<GroupLimit> group_limits() {
   return {
-      {256, 8, 8, 4, 2, true}, {160, 6, 8, 3, 1, true},  {60, 4, 6, 2, 3, false},
-      {24, 5, 24, 9, 1, true}, {64, 6, 2, 1, 2, false},  {1024, 12, 32, 5, 5, false},
+      {256, 8, 8, 4, 2, true}, {160, 6, 8, 3, 1, true}, {60, 4, 6, 2, 3, false},
+      {24, 5, 24, 9, 1, true}, {64, 6, 2, 1, 2, false}, {320, 12, 20, 7, 5, false},
       {15, 3, 3, 1, 5, true},
   };
 }
@@ -75,7 +75,41 @@ inline std::vector<Routing> routing_cases(const RouterOptions& options) {
   return all;
 }
 
-// One token whose sigmoids underflow more and more, on both sides of router::kSigmoidIsExp; also
+// Every combination of the options with groups, selection bias and the logits' dtype, at one small
+// size, with a mask and some forced ids.
+inline std::vector<Routing> every_combination() {
+  const std::vector<GroupLimit> limits = {{12, 3, 1, 1, 1, false},
+                                          {12, 3, 4, 2, 1, false},
+                                          {12, 3, 4, 2, 2, true},
+                                          {12, 3, 3, 1, 3, true}};
+  Rng rng(41);
+  std::vector<Routing> all;
+  for (const RouterOptions& options : all_router_options()) {
+    for (const float scale : {1.0f, 2.5f}) {
+      for (const GroupLimit& limit : limits) {
+        for (const bool biased : {false, true}) {
+          for (const DType dtype : {DType::kF32, DType::kBF16}) {
+            Routing r(8, limit.num_experts, limit.per_token, dtype);
+            r.options = options;
+            r.options.scale = scale;
+            limit.set(r.options);
+            r.randomize(rng);
+            r.add_mask();
+            if (biased) r.selection_bias = normal(rng, DType::kF32, {limit.num_experts});
+            r.forced_ids = Array(DType::kI32, {8, 3}).fill(kRouteFreely);
+            // The last two tokens: a slot without an expert, and padding.
+            const int forced[] = {11, -1, 0, -1, -1, -1};
+            for (int64_t i = 0; i < 6; ++i) r.forced_ids.set(18 + i, forced[i]);
+            all.push_back(r);
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+// One token whose scores underflow more and more, on both sides of router::kScoreIsExp; also
 // with a selection bias, which makes a softmax underflow too: it chooses the smallest scores. The
 // reference itself, in double, underflows below -745.
 inline std::vector<Routing> underflow_cases(RouterScore score) {
