@@ -267,11 +267,14 @@ def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
         mask = mask.reshape(-1) != 0
     router = params["router"]
     if token_ids is not None:
-        # Whole numbers in float32; outside the table, and for NaN, there is no expert.
+        # Outside the table there is no expert.
         rows = router["expert_table"].at[token_ids.reshape(-1)].get(mode="fill", fill_value=-1)
         expert_ids = jax.lax.stop_gradient(rows).astype(jnp.int32)
     if expert_ids is not None:
-        expert_ids = expert_ids.reshape(-1, cfg.experts_per_token)
+        expert_ids = expert_ids.reshape(-1, cfg.experts_per_token).astype(jnp.int32)
+        is_expert = (expert_ids >= 0) & (expert_ids < cfg.num_experts)
+        real = is_expert.any(axis=1) | (expert_ids[:, 0] == _routing.ROUTE_FREELY)
+        mask = real if mask is None else mask & real
     with jax.named_scope("dropless_router"):
         operands = (tokens, router["kernel"], router.get("bias"), mask)
         logits = _router_logits(*_routing.unify_axes(operands))

@@ -17,6 +17,9 @@ from dropless._params import check_float_dtype
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
 
+# As a token's first given expert: it routes freely (kRouteFreely in include/dropless/route.h).
+ROUTE_FREELY = -2
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -129,9 +129,7 @@ def test_f5_biased_selection_has_equal_ids():
     grouped = {"num_groups": 4, "groups_kept": 2, "group_score_experts": 2, "group_mask": "zero"}
     for score, before, groups in itertools.product(SCORES, (True, False), ({}, grouped)):
         for t, e, k, _ in SIZES[1:] if groups else SIZES:
-            cfg = config(
-                e, k, score=score, score_before_topk=before, selection_bias=True, **groups
-            )
+            cfg = config(e, k, score=score, score_before_topk=before, selection_bias=True, **groups)
 
             def ids(logits, bias, cfg=cfg):
                 return dropless.route(logits, cfg, selection_bias=bias).ids

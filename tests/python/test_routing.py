@@ -374,7 +374,9 @@ def test_n2_bad_arguments_are_named():
         dropless.route(logits, cfg, selection_bias=jnp.zeros(5))
     with pytest.raises(ValueError, match=r"selection_bias must have shape \(5,\); got \(4,\)"):
         dropless.route(logits, config(5, 2, selection_bias=True), selection_bias=jnp.zeros(4))
-    with pytest.raises(ValueError, match=r"expert_ids must be integers .* \(4, 2\); got int32\[4\]"):
+    with pytest.raises(
+        ValueError, match=r"expert_ids must be integers .* \(4, 2\); got int32\[4\]"
+    ):
         dropless.route(logits, cfg, expert_ids=jnp.zeros(4, jnp.int32))
     with pytest.raises(ValueError, match=r"expert_scale must be given exactly if"):
         dropless.route(logits, cfg, expert_scale=jnp.ones(5))
