@@ -260,7 +260,7 @@ def _jittered(x, key, jitter, axes):
 
 
 def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
-    """``moe`` on one device's tokens; ``sequence_axes`` are those of ``axes`` that cut sequences."""
+    """``moe`` on one device's tokens; ``sequence_axes`` are the ``axes`` that cut sequences."""
     tokens = checkpoint_name(x.reshape(-1, x.shape[-1]), "dropless_x")
     mask, expert_ids, token_ids = (per_token[n] for n in ("mask", "expert_ids", "token_ids"))
     if mask is not None:

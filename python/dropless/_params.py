@@ -199,8 +199,9 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
 
 
 def trainable_mask(params: Any) -> Any:
-    """A pytree like ``params``: False at state (``selection_bias``, ``expert_table``), True at all that is trained.
+    """A pytree like ``params``: False at state, True at all that is trained.
 
+    State is ``selection_bias`` and ``expert_table``.
     For optimisers over plain dicts, for example ``optax.masked(optimizer, trainable_mask)``.
     """
 

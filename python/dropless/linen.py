@@ -58,9 +58,9 @@ class MoELayer(nn.Module):
     """A Mixture-of-Experts feed-forward layer that drops no token: ``[..., H] -> [..., H]``.
 
     Parameters are those of ``dropless.init`` under the same names and shapes, in the collection
-    ``params``; ``selection_bias`` and ``expert_table`` are in the collection ``router_state``, where
-    no optimiser finds them. Every call outside ``init`` sows its ``MoEAux`` as ``moe_aux`` in the collection
-    ``intermediates``.
+    ``params``; ``selection_bias`` and ``expert_table`` are in the collection ``router_state``,
+    where no optimiser finds them. Every call outside ``init`` sows its ``MoEAux`` as ``moe_aux`` in
+    the collection ``intermediates``.
 
     Attributes:
       num_experts: E.

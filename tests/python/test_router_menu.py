@@ -28,7 +28,8 @@ def case(cfg, seed=0):
 
 ROUTERS = {
     "deepseek_v2": {
-        "renormalize": False, "num_groups": 4, "groups_kept": 2, "group_mask": "zero", "scale": 16.0,
+        "renormalize": False, "num_groups": 4, "groups_kept": 2, "group_mask": "zero",
+        "scale": 16.0,
     },
     "deepseek_v3": {
         "score": "sigmoid", "selection_bias": True, "num_groups": 4, "groups_kept": 2,

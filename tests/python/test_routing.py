@@ -37,8 +37,8 @@ GROUPS = {
     },
     "best3": {"num_groups": 3, "groups_kept": 1, "group_score_experts": 3},
 }  # fmt: skip
-# Score, order, normalisation and groups in every combination; scale, bias and dtype in turn, so that
-# each of their combinations meets every group rule. The C++ tests take the full product.
+# Score, order, normalisation and groups in every combination; scale, bias and dtype in turn, so
+# that each of their combinations meets every group rule. The C++ tests take the full product.
 GRID = [
     (*names, (1.0, 2.5)[i % 2], bool(i // 2 % 2), (jnp.float32, jnp.bfloat16)[i // 4 % 2])
     for i, names in enumerate(
