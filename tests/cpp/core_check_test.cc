@@ -125,6 +125,24 @@ TEST(Check, N2_RouteErrorsHoldShapesAndDtypes) {
   expect_error(a, {"'capacity'", "got -1"});
 }
 
+TEST(Check, F5_GroupsMustFitTheExperts) {
+  RouteArgs a = route_args();  // E = 5, K = 2
+  a.options.num_groups = 2;
+  expect_error(a, {"'num_groups'", "divide the number of experts", "num_groups=2, E=5"});
+  a.options.num_groups = 5;
+  a.options.groups_kept = 6;
+  expect_error(a, {"'groups_kept'", "1 to num_groups=5", "got 6"});
+  a.options.groups_kept = 1;
+  expect_error(a, {"kept groups", "groups_kept=1 groups of 1", "K=2"});
+  a.options.groups_kept = 2;
+  a.options.group_score_experts = 2;
+  expect_error(a, {"'group_score_experts'", "1 experts of a group", "got 2"});
+  a.options.group_score_experts = 1;
+  EXPECT_OK(check(a));
+  a.forced_ids = shaped(I32, {7, 3});
+  expect_error(a, {"'forced_ids'", "int32 [T, K] with T=7, K=2", "got int32 [7, 3]"});
+}
+
 TEST(Check, F9_MoreChoicesThanExpertsIsAnErrorInWords) {
   RouteArgs a = route_args();
   a.ids = a.weights = shaped(I32, {7, 6});
