@@ -232,8 +232,8 @@ void plan(benchmark::State& state, int64_t tokens, int64_t num_experts, int64_t 
           [&](cuda::Stream s) { return cuda::plan(args, r.workspace, s); });
 }
 
-void route_backward(benchmark::State& state, int64_t tokens, int64_t num_experts,
-                    int64_t per_token, const RouterOptions& options, bool biased) {
+void route_backward(benchmark::State& state, int64_t tokens, int64_t num_experts, int64_t per_token,
+                    const RouterOptions& options, bool biased) {
   Buffers b;
   const Routed r(b, tokens, num_experts, per_token, options, biased);
   RouteBackwardArgs args;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import dropless
 import oracle
@@ -248,3 +251,58 @@ def test_h7_linen_layer_updates_its_selection_bias():
 def test_n2_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_h10_on_a_mesh_that_cuts_batch_and_sequences(kind):
+    """Sequence losses, tables and scales are those of one device; noise is drawn by each device."""
+    cfg = config(expert_table=7, expert_scale=True, balance_loss="sequence", jitter=0.1)
+    x, params, dy = oracle.layer_case(cfg, (8, 6, H))
+    rng = np.random.default_rng(6)
+    table = np.argsort(rng.standard_normal((7, E)), axis=1)[:, :K]
+    params["router"]["expert_table"] = jnp.asarray(table, jnp.float32)
+    token_ids = jnp.asarray(rng.integers(0, 8, (8, 6)), jnp.int32)  # 7 is padding
+    mask = jnp.arange(48).reshape(8, 6) % 5 != 2
+
+    def scalar(x, params, token_ids, mask, dy, key=None):
+        options = {"token_ids": token_ids, "mask": mask, "jitter_key": key}
+        y, aux = dropless.moe(x, params, cfg, **options)
+        return jnp.sum(y * dy) + 3 * aux.load_balance_loss, (y, aux)
+
+    function = jax.jit(jax.value_and_grad(scalar, (0, 1), has_aux=True))
+    arguments = (x, params, token_ids, mask, dy)
+    want = function(*arguments)
+    # On Auto axes `token_axes` splits the batch alone.
+    spec = P("data", "model") if kind == AxisType.Explicit else P("data")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        place = lambda a: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+        x, token_ids, mask, dy = map(place, (x, token_ids, mask, dy))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        got = function(x, params, token_ids, mask, dy)
+        (_, (noisy, aux)), _ = function(x, params, token_ids, mask, dy, jax.random.key(1))
+    (_, (y, got_aux)), gradients = jax.tree.map(np.asarray, got)
+    (_, (want_y, want_aux)), wanted = want
+    limit = oracle.bound("f32", H * 48, 12)
+    oracle.assert_close("y", y, want_y, limit)
+    for name in ("expert_counts", "tokens", "dropped_tokens"):
+        np.testing.assert_array_equal(getattr(got_aux, name), getattr(want_aux, name))
+    for name in ("load_balance_loss", "z_loss", "router_entropy"):
+        assert float(getattr(got_aux, name)) == pytest.approx(float(getattr(want_aux, name)), 1e-5)
+    for (path, a), (_, b) in zip(oracle.leaves(gradients), oracle.leaves(wanted), strict=True):
+        oracle.assert_close(path, a, b, limit)
+    np.testing.assert_array_equal(aux.expert_counts, want_aux.expert_counts)  # the table's still
+    assert np.isfinite(noisy).all() and (np.asarray(noisy) != y).any()
+
+
+def test_h7_counts_of_several_devices_are_added():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    counts = jnp.asarray(np.random.default_rng(7).integers(0, 50, (4, E)), jnp.int32)
+    bias = jnp.linspace(-1, 1, E)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def update(bias, counts):
+        return dropless.update_selection_bias(bias, counts[0], axis_name="data")
+
+    want = dropless.update_selection_bias(bias, counts.sum(0))
+    np.testing.assert_array_equal(update(bias, counts), want)
