@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from dropless.train import config as settings
+from dropless.train import loop
 from dropless.train.cli import main
 from train_runs import SMALL, run_program, write_text
 
@@ -201,6 +202,15 @@ def test_an_error_reaches_the_shell_without_a_traceback(tmp_path):
     assert done.stderr.splitlines()[-1].endswith("nowhere does not exist.")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_too_little_memory_is_said_in_words(capsys, tmp_path, text, monkeypatch):
+    def train(*arguments):
+        raise MemoryError("Unable to allocate 633. GiB")
+
+    monkeypatch.setattr(loop, "train", train)
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out")
+    assert "not enough memory (Unable to allocate 633. GiB); lower --batch-size" in error
 
 
 def test_the_schedule_does_not_depend_on_where_a_short_run_stops():

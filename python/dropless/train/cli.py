@@ -140,7 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except UserError as error:
         print(f"dropless-train: error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    except MemoryError as error:
+        print(
+            f"dropless-train: error: there is not enough memory ({error}); lower --batch-size, "
+            f"--seq-len or the model's sizes.",
+            file=sys.stderr,
+        )
+    return _USAGE_ERROR
 
 
 def _run(argv: Sequence[str] | None) -> int:
