@@ -157,7 +157,7 @@ def moe(x, params, cfg, mask=None):
         kept = chosen * (order <= cfg.capacity(len(tokens)))
     combine = jnp.einsum("tk,tke->te", weights, kept)
     rows = jnp.broadcast_to(tokens[:, None], (len(tokens), e, tokens.shape[-1]))
-    if getattr(cfg.router, "weight_on", "output") == "input":
+    if cfg.router.weight_on == "input":
         rows, combine = combine[..., None] * rows, kept.sum(1)
     outputs = expert_outputs(rows, params["experts"], cfg.activation)
     y = jnp.einsum("te,teh->th", combine, outputs)

@@ -198,10 +198,19 @@ def test_settings_that_contradict_are_refused():
 
 
 def test_settings_not_supported_are_refused():
-    with pytest.raises(ValueError, match="router_jitter_noise.*0.1"):
-        dropless.models.from_hf(config_of("mixtral", router_jitter_noise=0.1), fused_tensors())
     with pytest.raises(ValueError, match="hidden_act.*relu6"):
         dropless.models.from_hf(config_of("mixtral", hidden_act="relu6"), fused_tensors())
+
+
+def test_jitter_is_read_and_settings_by_layer_count_where_layers_agree():
+    cfg, _ = dropless.models.from_hf(config_of("mixtral", router_jitter_noise=0.1), fused_tensors())
+    assert cfg.router.jitter == 0.1
+    cfg, _ = dropless.models.from_hf(
+        config_of("mixtral", num_experts_per_tok=[K, K]), fused_tensors()
+    )
+    assert cfg.experts_per_token == K
+    with pytest.raises(ValueError, match="num_experts_per_tok.*layers differ"):
+        dropless.models.from_hf(config_of("mixtral", num_experts_per_tok=[1, K]), fused_tensors())
 
 
 @pytest.mark.parametrize("value", ["8", -8, 0, 8.0, True])
@@ -235,22 +244,54 @@ def test_cfg_of_another_block_is_refused():
         dropless.models.to_hf(cfg, params, config, layout="sideways")
 
 
-SIZES = {  # H, I, E, K and renormalisation, from the models' config files
-    "mixtral-8x7b": (4096, 14336, 8, 2, True),
-    "mixtral-8x22b": (6144, 16384, 8, 2, True),
-    "qwen3-30b-a3b": (2048, 768, 128, 8, True),
-    "qwen3-235b-a22b": (4096, 1536, 128, 8, True),
-    "olmoe-1b-7b": (2048, 1024, 64, 8, False),
+SIZES = {  # H, I, E, K, S, renormalisation and scale, from the models' config files
+    "mixtral-8x7b": (4096, 14336, 8, 2, None, True, 1.0),
+    "mixtral-8x22b": (6144, 16384, 8, 2, None, True, 1.0),
+    "qwen1.5-moe-a2.7b": (2048, 1408, 60, 4, 5632, False, 1.0),
+    "qwen2-57b-a14b": (3584, 2560, 64, 8, 20480, False, 1.0),
+    "qwen3-30b-a3b": (2048, 768, 128, 8, None, True, 1.0),
+    "qwen3-235b-a22b": (4096, 1536, 128, 8, None, True, 1.0),
+    "qwen3-coder-480b-a35b": (6144, 2560, 160, 8, None, True, 1.0),
+    "qwen3-next-80b-a3b": (2048, 512, 512, 10, 512, True, 1.0),
+    "deepseek-v2-lite": (2048, 1408, 64, 6, 2816, False, 1.0),
+    "deepseek-v2": (5120, 1536, 160, 6, 3072, False, 16.0),
+    "deepseek-v3": (7168, 2048, 256, 8, 2048, True, 2.5),
+    "deepseek-r1": (7168, 2048, 256, 8, 2048, True, 2.5),
+    "kimi-k2": (7168, 2048, 384, 8, 2048, True, 2.827),
+    "glm-4.5": (5120, 1536, 160, 8, 1536, True, 2.5),
+    "glm-4.5-air": (4096, 1408, 128, 8, 1408, True, 1.0),
+    "gpt-oss-20b": (2880, 2880, 32, 4, None, False, 1.0),
+    "gpt-oss-120b": (2880, 2880, 128, 4, None, False, 1.0),
+    "olmoe-1b-7b": (2048, 1024, 64, 8, None, False, 1.0),
+    "flexolmo-7x7b": (4096, 11008, 7, 5, None, False, 1.0),
+    "granite-3.0-1b-a400m": (1024, 512, 32, 8, None, False, 1.0),
+    "granite-3.0-3b-a800m": (1536, 512, 40, 8, None, False, 1.0),
+    "llama-4-scout": (5120, 8192, 16, 1, 8192, False, 1.0),
+    "llama-4-maverick": (5120, 8192, 128, 1, 8192, False, 1.0),
+    "minimax-m2": (3072, 1536, 256, 8, None, True, 1.0),
+    "hunyuan-a13b": (4096, 3072, 64, 8, 3072, True, 1.0),
+    "ernie-4.5-21b-a3b": (2560, 1536, 64, 6, 3072, True, 1.0),
+    "ernie-4.5-300b-a47b": (8192, 3584, 64, 8, None, True, 1.0),
+    "jamba-v0.1": (4096, 14336, 16, 2, None, False, 1.0),
+    "jamba-1.5-large": (8192, 24576, 16, 2, None, False, 1.0),
+    "dots.llm1": (4096, 1408, 128, 6, 2816, True, 2.5),
+    "lfm2-8b-a1b": (2048, 1792, 32, 4, None, True, 1.0),
+    "solar-open-100b": (4096, 1280, 128, 8, 1280, True, 1.0),
+    "trinity-nano": (1024, 256, 128, 8, 256, True, 2.826),
+    "trinity-mini": (2048, 1024, 128, 8, 1024, True, 2.826),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_presets(name):
     cfg, model_dim = dropless.models.presets[name]
+    sizes = (model_dim, cfg.expert_dim, cfg.num_experts, cfg.experts_per_token)
     router = cfg.router
-    sizes = (model_dim, cfg.expert_dim, cfg.num_experts, cfg.experts_per_token, router.renormalize)
-    assert sizes == SIZES[name]
-    assert router.score == "softmax" and router.score_before_topk
+    assert (*sizes, cfg.shared_expert_dim, router.renormalize, router.scale) == SIZES[name]
+
+
+def test_every_preset_is_checked():
+    assert dropless.models.presets.keys() == SIZES.keys()
 
 
 def test_unknown_preset_names_the_known_ones():

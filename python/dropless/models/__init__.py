@@ -10,15 +10,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from dropless._config import MoEConfig
-from dropless.models import _layouts, mixtral, olmoe, qwen3_moe
+from dropless._params import PreparedExperts
+from dropless.models import _fp8, _layouts
+from dropless.models._families import FAMILIES, Family
 from dropless.models._presets import Preset, presets
+from dropless.models._safetensors import Checkpoint, open_checkpoint
+from dropless.models._settings import text_config
 
-__all__ = ["Preset", "families", "from_hf", "presets", "to_hf"]
+__all__ = [
+    "Checkpoint",
+    "Preset",
+    "block_config",
+    "families",
+    "from_hf",
+    "open_checkpoint",
+    "prepared_from_hf",
+    "presets",
+    "to_hf",
+]
 
-_FAMILIES = {family.name: family for family in (mixtral.FAMILY, qwen3_moe.FAMILY, olmoe.FAMILY)}
-
-families: tuple[str, ...] = tuple(_FAMILIES)
+families: tuple[str, ...] = tuple(FAMILIES)
 """The values of ``model_type`` that ``from_hf`` and ``to_hf`` know."""
+
+
+def block_config(config: Mapping[str, Any]) -> tuple[MoEConfig, int]:
+    """The ``MoEConfig`` and the width H of the blocks that a model's ``config.json`` describes.
+
+    Raises:
+      ValueError: a family that is not known, or a setting that is missing or not supported.
+    """
+    _, family, config = _family(config)
+    return family.read_config(config)
 
 
 def from_hf(
@@ -26,14 +48,15 @@ def from_hf(
 ) -> tuple[MoEConfig, dict[str, dict[str, Any]]]:
     """Converts one block of a checkpoint into a config and parameters.
 
-    Both layouts in use are read: ``fused``, where all experts share ``experts.gate_up_proj
-    [E,2I,H]`` (gate rows first) and ``experts.down_proj [E,H,I]``, and ``per_expert``, one linear
-    for each expert and matrix. Bits and dtypes are kept; NumPy arrays stay NumPy arrays, and JAX
-    arrays (traced ones too) stay JAX arrays.
+    The layouts of the family (docs/models.md) are told apart by the tensors' names. Bits and dtypes
+    are kept, but for FP8 matrices, which become bfloat16; ``prepared_from_hf`` keeps those. NumPy
+    arrays stay NumPy arrays, and JAX arrays (traced ones too) stay JAX arrays. Tensors are looked
+    up one at a time: of an ``open_checkpoint`` no more than one is in memory beside the result.
 
     Args:
       config: the model's ``config.json``.
-      tensors: every tensor of the block under its name relative to the block.
+      tensors: every tensor of the block under its name relative to the block, buffers such as
+        selection biases included.
 
     Returns:
       ``(cfg, params)`` for ``dropless.moe``.
@@ -43,10 +66,33 @@ def from_hf(
         tensors that are missing, left over, or not of the shape that the config says, listed.
       TypeError: ``config`` or ``tensors`` is no mapping.
     """
-    family = _family(config)
-    cfg, dims = family.read_config(config)
+    name, family, config = _family(config)
+    cfg, model_dim = family.read_config(config)
+    _fp8.check_config(config)
     layout = _layouts.layout_of(family, tensors)
-    return cfg, _layouts.read(family, layout, dims, tensors)
+    label, shapes = f"{name}, layout {layout}", _layouts.leaf_shapes(cfg, model_dim)
+    return cfg, _layouts.read(label, family.layouts[layout], shapes, tensors)
+
+
+def prepared_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> PreparedExperts:
+    """The experts of an FP8 checkpoint as the GEMMs read them, its own codes and scales.
+
+    For ``moe(..., prepared=)`` with ``precision="fp8"``, beside the parameters of ``from_hf``.
+
+    Args:
+      config: the model's ``config.json``.
+      tensors: as for ``from_hf``; matrices of experts float8_e4m3fn with ``<name>_scale_inv``.
+
+    Raises:
+      ValueError: as ``from_hf``, and for experts that are not in FP8.
+    """
+    name, family, config = _family(config)
+    cfg, model_dim = family.read_config(config)
+    _fp8.check_config(config)
+    layout = _layouts.layout_of(family, tensors)
+    rules, shapes = family.layouts[layout], _layouts.leaf_shapes(cfg, model_dim)
+    _layouts.check_tensors(f"{name}, layout {layout}", rules, shapes, tensors)
+    return _fp8.prepared(_layouts.rules_of(rules, shapes), shapes, tensors)
 
 
 def to_hf(
@@ -64,8 +110,8 @@ def to_hf(
       cfg: the block's config.
       params: the parameters of ``dropless.init``, or a pytree of the same structure.
       config: the model's ``config.json``.
-      layout: ``"fused"`` or ``"per_expert"``, as in ``from_hf``. None takes the one that the
-        transformers release named by ``config["transformers_version"]`` keeps in memory:
+      layout: ``"fused"`` or ``"per_expert"``, where the family has both. None takes the one that
+        the transformers release named by ``config["transformers_version"]`` keeps in memory:
         ``per_expert`` before 5.0, ``fused`` since, and also where no release is named.
 
     Returns:
@@ -76,18 +122,20 @@ def to_hf(
         parameters that are missing, left over, or of another shape, listed.
       TypeError: ``cfg`` is no ``MoEConfig``, or ``params`` or ``config`` no mapping.
     """
-    family = _family(config)
-    expected, dims = family.read_config(config)
-    _layouts.check_config(family.name, expected, cfg)
-    layout = layout or _layouts.default_layout(config)
+    name, family, config = _family(config)
+    expected, model_dim = family.read_config(config)
+    _layouts.check_config(name, expected, cfg)
+    layout = layout or _layouts.default_layout(family, config)
     if layout not in family.layouts:
         raise ValueError(f"layout: expected one of {list(family.layouts)}, got {layout!r}")
-    return _layouts.write(family, layout, dims, params)
+    shapes = _layouts.leaf_shapes(expected, model_dim)
+    return dict(_layouts.write(name, family.layouts[layout], shapes, params))
 
 
-def _family(config: Mapping[str, Any]) -> _layouts.Family:
+def _family(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
     _layouts.check_mapping("config", config)
+    config = text_config(config)
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in _FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config['model_type']: expected one of {list(families)}, got {name!r}")
-    return _FAMILIES[name]
+    return name, FAMILIES[name], config

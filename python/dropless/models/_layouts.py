@@ -1,22 +1,19 @@
-"""How checkpoints lay out a block's tensors, and the checked conversion both ways."""
+"""The checked conversion between a block's parameters and a checkpoint's tensors."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dropless._config import MoEConfig, RouterConfig
-
-Shapes = dict[str, tuple[int, ...]]
-Arrays = dict[str, Any]
-
-# Parameters are named by group and leaf in this module, as in ``experts.gate``.
+from dropless._config import MoEConfig
+from dropless._params import param_shapes
+from dropless.models import _fp8
+from dropless.models._families import Family, Layout
+from dropless.models._rules import PerExpert, Shapes
 
 _PER_EXPERT_NAME = re.compile(r"experts\.\d+\.")
 # Fields of MoEConfig that say which function the block is; the others say how it is computed.
@@ -27,129 +24,10 @@ _BLOCK_FIELDS = (
     "router",
     "activation",
     "expert_bias",
+    "shared_expert_dim",
+    "shared_expert_gate",
 )
 _LISTED = 6  # names an error shows of each kind: enough to see the pattern, short with 128 experts
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """The sizes a config names."""
-
-    model_dim: int  # H
-    num_experts: int  # E
-    expert_dim: int  # I
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Some tensors of a checkpoint and the parameters that hold the same numbers."""
-
-    tensors: Callable[[Dims], Shapes]
-    params: Callable[[Dims], Shapes]
-    read: Callable[[Dims, Mapping[str, Any]], Arrays]  # tensors to parameters
-    write: Callable[[Dims, Mapping[str, Any]], Arrays]  # parameters to tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A model family: how its config reads, and its tensors in each layout."""
-
-    name: str  # ``model_type`` of its config
-    read_config: Callable[[Mapping[str, Any]], tuple[MoEConfig, Dims]]
-    layouts: Mapping[str, tuple[Part, ...]]
-
-
-def router_linear(name: str) -> Part:
-    """A bias-free router linear ``[E,H]``, ours ``[H,E]``."""
-    return Part(
-        tensors=lambda d: {name: (d.num_experts, d.model_dim)},
-        params=lambda d: {"router.kernel": (d.model_dim, d.num_experts)},
-        read=lambda d, t: {"router.kernel": _transpose(t[name])},
-        write=lambda d, p: {name: _transpose(p["router.kernel"])},
-    )
-
-
-def fused_experts(gate_up: str, down: str) -> Part:
-    """Experts in two tensors: ``gate_up [E,2I,H]``, gate rows first, and ``down [E,H,I]``."""
-
-    def read(d: Dims, t: Mapping[str, Any]) -> Arrays:
-        gate, up = t[gate_up][:, : d.expert_dim], t[gate_up][:, d.expert_dim :]
-        return _experts(_transpose(gate), _transpose(up), _transpose(t[down]))
-
-    def write(d: Dims, p: Mapping[str, Any]) -> Arrays:
-        pair = [_transpose(p["experts.gate"]), _transpose(p["experts.up"])]
-        return {
-            gate_up: _numpy_of(pair).concatenate(pair, axis=1),
-            down: _transpose(p["experts.down"]),
-        }
-
-    def tensors(d: Dims) -> Shapes:
-        return {
-            gate_up: (d.num_experts, 2 * d.expert_dim, d.model_dim),
-            down: (d.num_experts, d.model_dim, d.expert_dim),
-        }
-
-    return Part(tensors, _expert_shapes, read, write)
-
-
-def expert_linears(gate: str, up: str, down: str) -> Part:
-    """Linears ``experts.<e>.<name>.weight``, e from 0: gate and up ``[I,H]``, down ``[H,I]``."""
-    leaves = {"experts.gate": gate, "experts.up": up, "experts.down": down}
-
-    def names(d: Dims, linear: str) -> list[str]:
-        return [f"experts.{expert}.{linear}.weight" for expert in range(d.num_experts)]
-
-    def read(d: Dims, t: Mapping[str, Any]) -> Arrays:
-        stacks = {leaf: [t[name] for name in names(d, linear)] for leaf, linear in leaves.items()}
-        return {leaf: _transpose(_numpy_of(stack).stack(stack)) for leaf, stack in stacks.items()}
-
-    def write(d: Dims, p: Mapping[str, Any]) -> Arrays:
-        return {
-            name: _transpose(p[leaf][expert])
-            for leaf, linear in leaves.items()
-            for expert, name in enumerate(names(d, linear))
-        }
-
-    def tensors(d: Dims) -> Shapes:
-        shapes = {leaf: shape[:0:-1] for leaf, shape in _expert_shapes(d).items()}
-        return {name: shapes[leaf] for leaf, linear in leaves.items() for name in names(d, linear)}
-
-    return Part(tensors, _expert_shapes, read, write)
-
-
-def common_layouts(gate: str, up: str, down: str) -> dict[str, tuple[Part, ...]]:
-    """The layouts of a block with a plain router and experts whose linears have these names."""
-    router = router_linear("gate.weight")
-    return {
-        "fused": (router, fused_experts("experts.gate_up_proj", "experts.down_proj")),
-        "per_expert": (router, expert_linears(gate, up, down)),
-    }
-
-
-def softmax_config(
-    config: Mapping[str, Any], *, expert_dim: str, renormalize: bool
-) -> tuple[MoEConfig, Dims]:
-    """Config of a block that ranks and weights by the softmax over all experts, taken in float32.
-
-    Args:
-      config: the model's ``config.json``.
-      expert_dim: the setting that holds I.
-      renormalize: whether the k weights are divided by their sum.
-    """
-    dims = Dims(
-        model_dim=size(config, "hidden_size"),
-        num_experts=size(config, "num_experts", "num_local_experts"),
-        expert_dim=size(config, expert_dim),
-    )
-    router = RouterConfig(score="softmax", score_before_topk=True, renormalize=renormalize)
-    cfg = MoEConfig(
-        num_experts=dims.num_experts,
-        experts_per_token=size(config, "num_experts_per_tok"),
-        expert_dim=dims.expert_dim,
-        router=router,
-        activation=activation(config),
-    )
-    return cfg, dims
 
 
 def layout_of(family: Family, tensors: Mapping[str, Any]) -> str:
@@ -162,40 +40,69 @@ def layout_of(family: Family, tensors: Mapping[str, Any]) -> str:
     return "per_expert" if per_expert and "per_expert" in family.layouts else "fused"
 
 
-def default_layout(config: Mapping[str, Any]) -> str:
+def default_layout(family: Family, config: Mapping[str, Any]) -> str:
     # Release 5.0 of transformers replaced the experts' linears by the fused tensors.
     version = re.match(r"\d+", str(config.get("transformers_version") or "5"))
-    return "per_expert" if version and int(version[0]) < 5 else "fused"
+    old = version is not None and int(version[0]) < 5
+    return "per_expert" if old and "per_expert" in family.layouts else "fused"
+
+
+def leaf_shapes(cfg: MoEConfig, model_dim: int) -> Shapes:
+    """The parameters' shapes, by ``group.leaf``."""
+    groups = param_shapes(model_dim, cfg)
+    return {f"{group}.{leaf}": s for group, leaves in groups.items() for leaf, s in leaves.items()}
+
+
+def rules_of(layout: Layout, shapes: Shapes) -> Layout:
+    """The rules about parameters that the block has."""
+    return tuple(rule for rule in layout if set(rule.leaves) <= shapes.keys())
 
 
 def read(
-    family: Family, layout: str, dims: Dims, tensors: Mapping[str, Any]
+    label: str, layout: Layout, shapes: Shapes, tensors: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Tensors to parameters, after checking that they are exactly those of the layout."""
-    parts = family.layouts[layout]
-    if layout == "per_expert" and len(tensors) < dims.num_experts:
-        # Before the names of all tensors are made: there may be absurdly many.
-        raise ValueError(
-            f"{family.name}, layout {layout}: tensors do not fit; the config says "
-            f"{dims.num_experts} experts of several tensors each, but there are {len(tensors)} in "
-            f"all: {_some(list(tensors))}"
-        )
-    arrays = {name: _as_array(value) for name, value in tensors.items()}
-    expected = _union(part.tensors(dims) for part in parts)
-    _check(f"{family.name}, layout {layout}: tensors", expected, arrays)
-    flat = _union(part.read(dims, arrays) for part in parts)
+    """Tensors to parameters, after checking that they are exactly those of the layout.
+
+    Tensors are asked for one by one, and not held. FP8 matrices become bfloat16.
+    """
+    check_tensors(label, layout, shapes, tensors)
+
+    def load(name: str) -> Any:
+        value = _as_array(tensors[name])
+        scale = _fp8.scale_name(name)
+        return value if scale not in tensors else _fp8.decoded(value, _as_array(tensors[scale]))
+
     params: dict[str, dict[str, Any]] = {}
-    for name, value in flat.items():
-        group, leaf = name.split(".")
-        params.setdefault(group, {})[leaf] = value
+    for rule in rules_of(layout, shapes):
+        for name, value in rule.read(shapes, load).items():
+            group, leaf = name.split(".")
+            params.setdefault(group, {})[leaf] = value
     return params
 
 
+def check_tensors(label: str, layout: Layout, shapes: Shapes, tensors: Mapping[str, Any]) -> None:
+    """Raises unless the tensors are those of the layout, with their scales where they are FP8."""
+    experts = shapes["experts.gate"][0]
+    if any(isinstance(rule, PerExpert) for rule in layout) and len(tensors) < experts:
+        # Before the names of all tensors are made: there may be absurdly many.
+        raise ValueError(
+            f"{label}: tensors do not fit; the config says {experts} experts of several tensors "
+            f"each, but there are {len(tensors)} in all: {_some(list(tensors))}"
+        )
+    expected = _union(rule.tensors(shapes) for rule in rules_of(layout, shapes))
+    given = {name: _shape_of(tensors, name) for name in tensors}
+    scales = {}
+    for name, shape in expected.items():
+        scale = _fp8.scale_name(name)
+        if scale in given or (name in given and _fp8.is_fp8(_dtype_of(tensors, name))):
+            scales[scale] = _fp8.scale_shape(shape)
+    check(f"{label}: tensors", {**expected, **scales}, given)
+
+
 def write(
-    family: Family, layout: str, dims: Dims, params: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Parameters to tensors, after checking that they are exactly those of the family."""
-    parts = family.layouts[layout]
+    label: str, layout: Layout, shapes: Shapes, params: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Parameters to tensors, after checking that they are exactly those of the block."""
     check_mapping("params", params)
     for group, leaves in params.items():
         check_mapping(f"params[{group!r}]", leaves)
@@ -204,8 +111,9 @@ def write(
         for group, leaves in params.items()
         for leaf, value in leaves.items()
     }
-    _check(f"{family.name}: params", _union(part.params(dims) for part in parts), arrays)
-    return _union(part.write(dims, arrays) for part in parts)
+    check(f"{label}: params", shapes, {name: tuple(a.shape) for name, a in arrays.items()})
+    for rule in rules_of(layout, shapes):
+        yield from rule.write(shapes, arrays)
 
 
 def check_mapping(what: str, value: Any) -> None:
@@ -223,40 +131,13 @@ def check_config(family: str, expected: MoEConfig, given: MoEConfig) -> None:
         raise ValueError(f"cfg: not the {family} block that config describes; " + "; ".join(wrong))
 
 
-def setting(config: Mapping[str, Any], *names: str) -> Any:
-    """The one value that a config gives under any of these names (releases differ in spelling)."""
-    values = {name: config[name] for name in names if config.get(name) is not None}
-    if not values:
-        raise ValueError(f"config: expected {' or '.join(names)}, found neither")
-    if len(set(values.values())) > 1:
-        raise ValueError(f"config: expected one value, got {values}")
-    return next(iter(values.values()))
-
-
-def size(config: Mapping[str, Any], *names: str) -> int:
-    """A ``setting`` that is a size."""
-    value = setting(config, *names)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config: expected {' or '.join(names)} to be an int >= 1, got {value!r}")
-    return value
-
-
-def activation(config: Mapping[str, Any]) -> str:
-    """Our name of the config's ``hidden_act``."""
-    known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    name = config.get("hidden_act", "silu")
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"config['hidden_act']: expected one of {list(known)}, got {name!r}")
-    return known[name]
-
-
-def _check(what: str, expected: Shapes, given: Mapping[str, Any]) -> None:
-    missing = [f"{name} {expected[name]}" for name in expected if name not in given]
-    unexpected = [f"{name} {given[name].shape}" for name in given if name not in expected]
+def check(what: str, expected: Shapes, given: Shapes) -> None:
+    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in given]
+    unexpected = [f"{name} {shape}" for name, shape in given.items() if name not in expected]
     wrong = [
-        f"{name} expected {shape}, got {given[name].shape}"
+        f"{name} expected {shape}, got {given[name]}"
         for name, shape in expected.items()
-        if name in given and tuple(given[name].shape) != shape
+        if name in given and given[name] != shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "wrong shape": wrong}
     if any(problems.values()):
@@ -269,7 +150,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _union(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _union(mappings: Iterator[Shapes]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for mapping in mappings:
         twice = out.keys() & mapping.keys()
@@ -279,25 +160,16 @@ def _union(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _expert_shapes(d: Dims) -> Shapes:
-    wide = (d.num_experts, d.model_dim, d.expert_dim)
-    narrow = (d.num_experts, d.expert_dim, d.model_dim)
-    return {"experts.gate": wide, "experts.up": wide, "experts.down": narrow}
+def _shape_of(tensors: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    # A checkpoint on disk knows shapes and dtypes without reading what has them.
+    known = getattr(tensors, "shape_of", None)
+    return known(name) if known is not None else tuple(np.shape(tensors[name]))
 
 
-def _experts(gate: Any, up: Any, down: Any) -> Arrays:
-    return {"experts.gate": gate, "experts.up": up, "experts.down": down}
+def _dtype_of(tensors: Mapping[str, Any], name: str) -> Any:
+    known = getattr(tensors, "dtype_of", None)
+    return known(name) if known is not None else _as_array(tensors[name]).dtype
 
 
 def _as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value)
-
-
-def _numpy_of(values: Iterable[Any]) -> Any:
-    return jnp if any(isinstance(value, jax.Array) for value in values) else np
-
-
-def _transpose(value: Any) -> Any:
-    """Swaps the last two axes; NumPy results are copies, so that no view keeps a source alive."""
-    swapped = value.swapaxes(-1, -2)
-    return swapped if isinstance(value, jax.Array) else np.ascontiguousarray(swapped)

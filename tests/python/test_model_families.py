@@ -1,0 +1,241 @@
+"""Every family: its tensors both ways, and its block against the published formulas in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dropless
+import oracle
+
+H, I, E, K, S = 10, 6, 12, 3, 14  # noqa: E741 - pairwise different but for E = 2 I
+N_SHARED = 2
+
+COMMON = {"hidden_size": H, "num_experts_per_tok": K, "hidden_act": "silu"}
+V3 = {"n_routed_experts": E, "moe_intermediate_size": I, "n_shared_experts": N_SHARED}
+WIDE = {"num_experts": E, "intermediate_size": I}
+NARROW = {"num_experts": E, "moe_intermediate_size": I}
+CONFIGS = {
+    "mixtral": {"num_local_experts": E, "intermediate_size": I},
+    "qwen2_moe": {**NARROW, "shared_expert_intermediate_size": S},
+    "qwen3_next": {**NARROW, "shared_expert_intermediate_size": S, "norm_topk_prob": True},
+    "qwen3_moe": {**NARROW, "norm_topk_prob": True},
+    "olmoe": WIDE,
+    "flex_olmo": WIDE,
+    "deepseek_v2": {**V3, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {**V3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    "deepseek_v32": {**V3, "n_group": 4, "topk_group": 2},
+    "kimi_k2": {**V3, "routed_scaling_factor": 2.827},
+    "glm4_moe": V3,
+    "dots1": {**V3, "routed_scaling_factor": 2.5},
+    "solar_open": {**V3, "norm_topk_prob": True},
+    "afmoe": {**NARROW, "num_shared_experts": 1, "route_scale": 2.826},
+    "lfm2_moe": {**NARROW, "norm_topk_prob": True, "use_expert_bias": True},
+    "minimax_m2": {"num_local_experts": E, "intermediate_size": I},
+    "ernie4_5_moe": {
+        "moe_num_experts": E,
+        "moe_k": K,
+        "moe_intermediate_size": I,
+        "moe_num_shared_experts": N_SHARED,
+    },
+    "gpt_oss": {"num_local_experts": E, "intermediate_size": I},
+    "granitemoe": {"num_local_experts": E, "intermediate_size": I},
+    "llama4_text": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 1},
+    "llama4": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 1},
+    "hunyuan_v1_moe": {**WIDE, "moe_topk": [K, K]},
+    "jamba": WIDE,
+}
+ONE_LAYOUT = {"gpt_oss", "granitemoe", "llama4_text", "llama4"}
+
+
+def config_of(family):
+    return {"model_type": family, **COMMON, **CONFIGS[family]}
+
+
+def layouts(family):
+    return ["fused"] if family in ONE_LAYOUT else ["fused", "per_expert"]
+
+
+def config_only(config):
+    return dropless.models.block_config(config)[0]
+
+
+def random_params(cfg, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    params = dropless.init(jax.random.key(0), H, cfg)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(dtype), params)
+
+
+def test_every_family_is_here():
+    assert set(dropless.models.families) == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_o2_params_to_tensors_and_back_are_bit_equal(family, as_array):
+    config = config_of(family)
+    cfg, model_dim = dropless.models.block_config(config)
+    assert model_dim == H
+    params = jax.tree.map(as_array, random_params(cfg))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
+    for layout in layouts(family):
+        tensors = dropless.models.to_hf(cfg, params, config, layout=layout)
+        assert sum(t.size for t in tensors.values()) == numbers
+        got_cfg, got = dropless.models.from_hf(config, tensors)
+        assert got_cfg == cfg
+        jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+# ---- The router of each family, [T, E] logits and a selection bias to [T, E] weights, transcribed
+# from the reference implementations.
+
+
+def top(values, k=K):
+    ids = jnp.argsort(-values, axis=-1)[:, :k]
+    return jax.nn.one_hot(ids, values.shape[-1]).sum(1)
+
+
+def softmax_all(z, bias):
+    s = jax.nn.softmax(z, -1)
+    return s * top(s)
+
+
+def softmax_renormalised(z, bias):
+    w = softmax_all(z, bias)
+    return w / w.sum(-1, keepdims=True)
+
+
+def softmax_of_top(z, bias):
+    return jax.nn.softmax(jnp.where(top(z) > 0, z, -jnp.inf), -1)
+
+
+def sigmoid(eps, scale, groups=None):
+    def weights(z, bias):
+        s = jax.nn.sigmoid(z)
+        ranked = s + bias
+        if groups is not None:
+            count, kept = groups
+            best = jnp.sort(ranked.reshape(len(z), count, -1), -1)[..., -2:].sum(-1)
+            open_groups = jnp.repeat(top(best, kept), E // count, axis=-1)
+            ranked = jnp.where(open_groups > 0, ranked, 0.0)
+        w = s * top(ranked)
+        return scale * w / (w.sum(-1, keepdims=True) + eps)
+
+    return weights
+
+
+def deepseek_v2(z, bias):
+    s = jax.nn.softmax(z, -1)
+    best = s.reshape(len(z), 4, -1).max(-1)
+    open_groups = jnp.repeat(top(best, 2), E // 4, axis=-1)
+    return s * top(jnp.where(open_groups > 0, s, 0.0))
+
+
+def ernie(z, bias):
+    s = jax.nn.softmax(z, -1)
+    w = s * top(s + bias)
+    return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-12)
+
+
+ROUTERS = {
+    "mixtral": softmax_renormalised,
+    "qwen2_moe": softmax_all,
+    "qwen3_next": softmax_renormalised,
+    "qwen3_moe": softmax_renormalised,
+    "olmoe": softmax_all,
+    "flex_olmo": softmax_all,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": sigmoid(1e-20, 2.5, (4, 2)),
+    "deepseek_v32": sigmoid(1e-20, 1.0, (4, 2)),
+    "kimi_k2": sigmoid(1e-20, 2.827),
+    "glm4_moe": sigmoid(1e-20, 1.0),
+    "dots1": sigmoid(1e-20, 2.5),
+    "solar_open": sigmoid(1e-20, 1.0),
+    "afmoe": sigmoid(1e-20, 2.826),
+    "lfm2_moe": sigmoid(1e-6, 1.0),
+    "minimax_m2": sigmoid(0.0, 1.0),
+    "ernie4_5_moe": ernie,
+    "gpt_oss": softmax_of_top,
+    "granitemoe": softmax_of_top,
+    "hunyuan_v1_moe": softmax_renormalised,
+    "jamba": softmax_all,
+}
+
+
+def block(family, x, params):
+    """The published block, every expert on every token."""
+    router, experts = params["router"], params["experts"]
+    z = x @ router["kernel"] + router.get("bias", 0.0)
+    weights = ROUTERS[family](z, router.get("selection_bias", 0.0))
+
+    def inward(name):
+        return jnp.einsum("th,ehi->tei", x, experts[name]) + experts.get(f"{name}_bias", 0.0)
+
+    gate, up = inward("gate"), inward("up")
+    if family == "gpt_oss":
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0) + 1.0
+        a = gate * jax.nn.sigmoid(1.702 * gate) * up
+    else:
+        a = jax.nn.silu(gate) * up
+    out = jnp.einsum("tei,eih->teh", a, experts["down"]) + experts.get("down_bias", 0.0)
+    y = jnp.einsum("te,teh->th", weights, out)
+    if "shared" in params:
+        shared = params["shared"]
+        dense = jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"]) @ shared["down"]
+        if "output_gate" in shared:
+            dense = dense * jax.nn.sigmoid(x @ shared["output_gate"])
+        y = y + dense
+    return y
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_block_and_every_gradient_follow_the_published_formulas(family):
+    cfg = dataclasses.replace(config_only(config_of(family)), precision="f32")
+    params = random_params(cfg)
+    params["router"] = {
+        name: 0.2 * a if name == "selection_bias" else a for name, a in params["router"].items()
+    }
+    if family == "gpt_oss":  # some pre-activations beyond the limits
+        params["experts"]["gate"] *= 2
+        params["experts"]["up"] *= 2
+    rng = np.random.default_rng(1)
+    x, dy = (rng.standard_normal((9, H)).astype(np.float32) for _ in range(2))
+    with jax.enable_x64(True):
+        want, vjp = jax.vjp(lambda x, p: block(family, x, p), *oracle.to64((x, params)))
+        dx_want, dparams_want = vjp(dy.astype(np.float64))
+    got, vjp = jax.vjp(jax.jit(lambda x, p: dropless.moe(x, p, cfg)[0]), x, params)
+    dx, dparams = vjp(jnp.asarray(dy))
+    limit = oracle.bound("f32", max(H, E, I, S), 14)
+    oracle.assert_close("y", got, want, limit)
+    oracle.assert_close("dx", dx, dx_want, limit)
+    wanted = dict(oracle.leaves(dparams_want))
+    for path, gradient in oracle.leaves(dparams):
+        if "selection_bias" in path:
+            assert not np.asarray(gradient).any()
+        else:
+            oracle.assert_close(path, gradient, wanted[path], limit, groups=gradient.ndim == 3)
+
+
+def test_a_text_config_inside_a_multimodal_one_is_read():
+    config = config_of("llama4_text")
+    outer = {"model_type": "llama4", "text_config": config}
+    assert dropless.models.block_config(outer) == dropless.models.block_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("afmoe", "score_func", "softmax"),
+        ("ernie4_5_moe", "use_bias", True),
+    ],
+)
+def test_settings_not_supported_are_refused(family, name, value):
+    with pytest.raises(ValueError, match=f"{name}.*got {value!r}"):
+        dropless.models.block_config({**config_of(family), name: value})
