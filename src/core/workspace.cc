@@ -31,15 +31,11 @@ int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args) {
   return 0;
 }
 
-int64_t expert_up_workspace_bytes(const ExpertUpArgs& args) {
-  return aligned(args.a.dims[0] * args.x.dims[1] * size_of(args.x.dtype));
-}
+int64_t expert_up_workspace_bytes(const ExpertUpArgs&) { return 0; }
 
-// dy in row order, and a partial sum for each row and tile of columns.
+// A partial sum for each row and tile of columns.
 int64_t expert_down_backward_workspace_bytes(const ExpertDownBackwardArgs& args) {
-  const int64_t rows = args.h.dims[0];
-  return aligned(rows * args.dy.dims[1] * size_of(args.dy.dtype)) +
-         aligned(ceil_div(args.h.dims[2], kDownBackwardTileCols) * rows * 4);
+  return aligned(ceil_div(args.h.dims[2], kDownBackwardTileCols) * args.h.dims[0] * 4);
 }
 
 int64_t expert_up_backward_workspace_bytes(const ExpertUpBackwardArgs&) { return 0; }

@@ -29,17 +29,18 @@ constexpr Shape kShapes[] = {
     {"dsv3_fc1", 16384, 32, 4096, 7168},    {"dsv3_fc2", 16384, 32, 7168, 2048},
 };
 
-// rows, experts, model width H, expert width I.
+// Rows M, experts E and experts a token K, model width H, expert width I.
 struct Layer {
   const char* name;
   int64_t rows;
-  int experts, model, width;
+  int experts, experts_per_token, model, width;
+  int64_t tokens() const { return rows / experts_per_token; }
 };
 
 constexpr Layer kLayers[] = {
-    {"S1_mixtral", 16384, 8, 4096, 14336},     {"S2_qwen3_30b", 131072, 128, 2048, 768},
-    {"S3_qwen3_235b", 65536, 128, 4096, 1536}, {"S4_olmoe", 131072, 64, 2048, 1024},
-    {"S5_gpt_oss", 32768, 32, 2880, 2880},     {"S6_dsv3_rank", 65536, 32, 7168, 2048},
+    {"S1_mixtral", 16384, 8, 2, 4096, 14336},     {"S2_qwen3_30b", 131072, 128, 8, 2048, 768},
+    {"S3_qwen3_235b", 65536, 128, 8, 4096, 1536}, {"S4_olmoe", 131072, 64, 8, 2048, 1024},
+    {"S5_gpt_oss", 32768, 32, 4, 2880, 2880},     {"S6_dsv3_rank", 65536, 32, 8, 7168, 2048},
 };
 
 void print(const char* op, const char* shape, std::vector<Timed>& timed) {
@@ -58,6 +59,19 @@ Array make_offsets(int experts, int64_t rows) {
   Array offsets(DType::kI32, {experts + 1});
   offsets.upload(random_offsets(experts, rows, 0.3, 7));
   return offsets;
+}
+
+// Slots [M] of a random routing: rows of a group are ordered by token, as a layer's are.
+Array make_slots(const Layer& layer, const std::vector<int32_t>& offsets) {
+  std::vector<int> slots(layer.rows);
+  for (int64_t i = 0; i < layer.rows; ++i) slots[i] = static_cast<int>(i);
+  std::shuffle(slots.begin(), slots.end(), std::mt19937(5));
+  for (int e = 0; e < layer.experts; ++e) {
+    std::sort(slots.begin() + offsets[e], slots.begin() + offsets[e + 1]);
+  }
+  Array array(DType::kI32, {layer.rows});
+  array.upload(slots);
+  return array;
 }
 
 void bench_gemm(const Shape& shape, bool transposed) {
@@ -105,25 +119,28 @@ void bench_wgrad(const Shape& shape, DType out) {
 }
 
 void bench_up(const Layer& layer) {
-  Array x = normal(DType::kBF16, {layer.rows, layer.model}, 1);
+  Array x = normal(DType::kBF16, {layer.tokens(), layer.model}, 1);
   const float scale = 1.0f / std::sqrt(static_cast<float>(layer.model));
   Array gate = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 2, scale);
   Array up = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 3, scale);
   Array offsets = make_offsets(layer.experts, layer.rows);
+  Array slots = make_slots(layer, offsets.download<int32_t>());
   Array h(DType::kBF16, {layer.rows, 2, layer.width}), a(DType::kBF16, {layer.rows, layer.width});
   ExpertUpArgs args;
+  args.x = x;
+  args.slot_of_row = slots;
+  args.experts_per_token = layer.experts_per_token;
   args.gate = gate;
   args.up = up;
   args.offsets = offsets;
   args.h = h;
   args.a = a;
-  const ConstTensor rows = x;
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertUpSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back({names[tile],
                      4.0 * layer.rows * layer.model * layer.width,
-                     [=] { require(cuda::launch_expert_up_sm90(args, rows, nullptr)); },
+                     [=] { require(cuda::launch_expert_up_sm90(args, nullptr)); },
                      {}});
   }
   print("up", layer.name, timed);
@@ -153,21 +170,18 @@ void bench_up_backward(const Layer& layer) {
 }
 
 void bench_down_backward(const Layer& layer) {
-  Array dy = normal(DType::kBF16, {layer.rows, layer.model}, 1);
+  Array dy = normal(DType::kBF16, {layer.tokens(), layer.model}, 1);
   Array down = normal(DType::kBF16, {layer.experts, layer.width, layer.model}, 2,
                       1.0f / std::sqrt(static_cast<float>(layer.width)));
   Array h = normal(DType::kBF16, {layer.rows, 2, layer.width}, 3);
-  Array weights = normal(DType::kF32, {layer.rows, 1}, 4);
+  Array weights = normal(DType::kF32, {layer.tokens(), layer.experts_per_token}, 4);
   Array offsets = make_offsets(layer.experts, layer.rows);
-  Array slots(DType::kI32, {layer.rows});
-  std::vector<int> order(layer.rows);
-  for (int64_t i = 0; i < layer.rows; ++i) order[i] = static_cast<int>(i);
-  std::shuffle(order.begin(), order.end(), std::mt19937(5));
-  slots.upload(order);
+  Array slots = make_slots(layer, offsets.download<int32_t>());
   Array dh(DType::kBF16, {layer.rows, 2, layer.width}), pa(DType::kBF16, {layer.rows, layer.width});
-  Array d_weights(DType::kF32, {layer.rows, 1});
+  Array d_weights(DType::kF32, {layer.tokens(), layer.experts_per_token});
   Array sums(DType::kF32, {ceil_div(layer.width, cuda::kDownBackwardTileCols), layer.rows});
   ExpertDownBackwardArgs args;
+  args.dy = dy;
   args.down = down;
   args.h = h;
   args.weights = weights;
@@ -176,7 +190,6 @@ void bench_down_backward(const Layer& layer) {
   args.dh = dh;
   args.pa = pa;
   args.d_weights = d_weights;
-  const ConstTensor rows = dy;
   float* row_sums = sums.as<float>();
   std::vector<Timed> timed;
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
@@ -184,7 +197,7 @@ void bench_down_backward(const Layer& layer) {
     timed.push_back(
         {names[tile],
          2.0 * layer.rows * layer.model * layer.width,
-         [=] { require(cuda::launch_expert_down_backward_sm90(args, rows, row_sums, nullptr)); },
+         [=] { require(cuda::launch_expert_down_backward_sm90(args, row_sums, nullptr)); },
          {}});
   }
   print("down_backward", layer.name, timed);

@@ -85,16 +85,16 @@ float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 void check_up(const Case& c) {
   const int64_t experts = experts_of(c);
-  Array x = normal(DType::kBF16, {c.rows, c.contraction}, 1);
-  poison_outside(x, c.offsets);
+  const TokenRows x = token_rows(c, 3, 1, c.contraction, 1);
   const float scale = 1.0f / std::sqrt(static_cast<float>(c.contraction));
   Array gate = normal(DType::kBF16, {experts, c.contraction, c.cols}, 2, scale);
   Array up = normal(DType::kBF16, {experts, c.contraction, c.cols}, 3, scale);
   Array gate_bias = normal(DType::kF32, {experts, c.cols}, 4);
   Array up_bias = normal(DType::kF32, {experts, c.cols}, 5);
   Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
-  const std::vector<float> want_gate = reference_gemm(x, gate, map, gate_bias.as<float>(), false);
-  const std::vector<float> want_up = reference_gemm(x, up, map, up_bias.as<float>(), false);
+  const std::vector<float> want_gate =
+      reference_gemm(x.rows, gate, map, gate_bias.as<float>(), false);
+  const std::vector<float> want_up = reference_gemm(x.rows, up, map, up_bias.as<float>(), false);
   std::vector<float> want_h(c.rows * 2 * c.cols);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t i = 0; i < c.cols; ++i) {
@@ -106,6 +106,9 @@ void check_up(const Case& c) {
   for (size_t tile = 0; tile < names.size(); ++tile) {
     Array h(DType::kBF16, {c.rows, 2, c.cols}), a(DType::kBF16, {c.rows, c.cols});
     ExpertUpArgs args;
+    args.x = matrix(x.tokens);
+    args.slot_of_row = x.slots;
+    args.experts_per_token = x.experts_per_token;
     args.gate = gate;
     args.up = up;
     args.gate_bias = gate_bias;
@@ -113,7 +116,7 @@ void check_up(const Case& c) {
     args.offsets = offsets;
     args.h = h;
     args.a = a;
-    require(cuda::launch_expert_up_sm90(args, x, nullptr));
+    require(cuda::launch_expert_up_sm90(args, nullptr));
     HARNESS_CUDA(cudaDeviceSynchronize());
     expect_close("up h " + c.name + " " + names[tile], h, want_h);
     const std::vector<float> got = floats(h);  // A follows from h as it was rounded
@@ -161,27 +164,24 @@ void check_up_backward(const Case& c) {
 // cols is I, contraction H.
 void check_down_backward(const Case& c) {
   const int64_t experts = experts_of(c), width = c.cols;
-  Array dy = normal(DType::kBF16, {c.rows, c.contraction}, 1);
-  poison_outside(dy, c.offsets);
+  constexpr int kExpertsPerToken = 3;
+  const TokenRows dy = token_rows(c, kExpertsPerToken, 1, c.contraction, 1);
+  const int64_t tokens = dy.tokens.tensor().dims[0];
   Array down = normal(DType::kBF16, {experts, width, c.contraction}, 2,
                       1.0f / std::sqrt(static_cast<float>(c.contraction)));
   Array bias = normal(DType::kF32, {experts, c.contraction}, 6);
   Array h = normal(DType::kBF16, {c.rows, 2, width}, 3);
   poison_outside(h, c.offsets);
-  Array weights = normal(DType::kF32, {c.rows, 1}, 4);
+  Array weights = normal(DType::kF32, {tokens, kExpertsPerToken}, 4);
   Array offsets = device_offsets(c.offsets), map = expert_of_rows(c.offsets, c.rows);
-  std::vector<int> order(c.rows);
-  for (int64_t i = 0; i < c.rows; ++i) order[i] = static_cast<int>(i);
-  std::shuffle(order.begin(), order.end(), std::mt19937(5));
-  const std::vector<float> da = reference_gemm(dy, down, map, nullptr, true);
-  const std::vector<float> hh = floats(h), p = floats(weights), dys = floats(dy), b = floats(bias);
-  std::vector<float> want_dh(c.rows * 2 * width), want_pa(c.rows * width), want_dw(c.rows);
+  const std::vector<int>& order = dy.slot_of_row;
+  const std::vector<float> da = reference_gemm(dy.rows, down, map, nullptr, true);
+  const std::vector<float> hh = floats(h), p = floats(weights), dys = floats(dy.rows),
+                           b = floats(bias);
+  std::vector<float> want_dh(c.rows * 2 * width), want_pa(c.rows * width), want_dw(weights.size());
   for (int64_t r = 0; r < c.rows; ++r) {
     const int expert = expert_of_host(c.offsets, static_cast<int>(r));
-    if (expert < 0) {
-      order[r] = -1;
-      continue;
-    }
+    if (expert < 0) continue;
     double sum = 0;
     for (int64_t i = 0; i < width; ++i) {
       const double z = hh[2 * r * width + i], u = hh[(2 * r + 1) * width + i];
@@ -196,24 +196,23 @@ void check_down_backward(const Case& c) {
     }
     want_dw[order[r]] = static_cast<float>(sum);
   }
-  Array slots(DType::kI32, {c.rows});
-  slots.upload(order);
   Array sums(DType::kF32, {ceil_div(width, cuda::kDownBackwardTileCols), c.rows});
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     Array dh(DType::kBF16, {c.rows, 2, width}), pa(DType::kBF16, {c.rows, width});
-    Array d_weights(DType::kF32, {c.rows, 1});
+    Array d_weights(DType::kF32, {tokens, kExpertsPerToken});
     ExpertDownBackwardArgs args;
+    args.dy = matrix(dy.tokens);
     args.down = down;
     args.down_bias = bias;
     args.h = h;
     args.weights = weights;
     args.offsets = offsets;
-    args.slot_of_row = slots;
+    args.slot_of_row = dy.slots;
     args.dh = dh;
     args.pa = pa;
     args.d_weights = d_weights;
-    require(cuda::launch_expert_down_backward_sm90(args, dy, sums.as<float>(), nullptr));
+    require(cuda::launch_expert_down_backward_sm90(args, sums.as<float>(), nullptr));
     HARNESS_CUDA(cudaDeviceSynchronize());
     expect_close("down_backward dh " + c.name + " " + names[tile], dh, want_dh);
     expect_close("down_backward pa " + c.name + " " + names[tile], pa, want_pa);

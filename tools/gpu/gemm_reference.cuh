@@ -2,6 +2,7 @@
 // with the checks.
 #pragma once
 
+#include "dropless/cuda.h"
 #include "harness.cuh"
 
 namespace harness {
@@ -96,5 +97,50 @@ struct Case {
 };
 
 inline int64_t experts_of(const Case& c) { return static_cast<int64_t>(c.offsets.size()) - 1; }
+
+// Rows that lie in token order, and the same in the order of the groups. Tokens that no row of a
+// group needs are NaN: they must never be read.
+struct TokenRows {
+  Array tokens;                   // [T, planes, width] bf16
+  Array slots;                    // [M] int32, -1 for rows of no group
+  Array rows;                     // [M, planes, width] bf16
+  std::vector<int> slot_of_row;   // as slots
+  int64_t experts_per_token = 1;  // K
+};
+
+inline TokenRows token_rows(const Case& c, int experts_per_token, int64_t planes, int64_t width,
+                            uint64_t seed) {
+  const int64_t tokens = ceil_div(c.rows, experts_per_token);
+  std::vector<int> slots(tokens * experts_per_token);
+  for (size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<int>(i);
+  std::shuffle(slots.begin(), slots.end(), std::mt19937(5));
+  slots.resize(c.rows);
+  std::vector<bool> needed(tokens);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (r < c.offsets.front() || r >= c.offsets.back()) slots[r] = -1;
+    if (slots[r] >= 0) needed[slots[r] / experts_per_token] = true;
+  }
+  TokenRows t{normal(DType::kBF16, {tokens, planes, width}, seed), Array(DType::kI32, {c.rows}),
+              Array(DType::kBF16, {c.rows, planes, width}), slots, experts_per_token};
+  t.slots.upload(slots);
+  const int64_t row_bytes = planes * width * 2;
+  for (int64_t i = 0; i < tokens; ++i) {
+    if (!needed[i])
+      HARNESS_CUDA(cudaMemset(t.tokens.as<uint8_t>() + i * row_bytes, 0xFF, row_bytes));
+  }
+  PermuteArgs permutation;
+  permutation.x = ConstTensor{t.tokens.as<void>(), DType::kBF16, 2, {tokens, planes * width, 0, 0}};
+  permutation.slot_of_row = t.slots;
+  permutation.experts_per_token = experts_per_token;
+  permutation.rows = Tensor{t.rows.as<void>(), DType::kBF16, 2, {c.rows, planes * width, 0, 0}};
+  require(cuda::permute(permutation, Tensor(), nullptr));
+  return t;
+}
+
+// [T, width] of a stack of one plane.
+inline ConstTensor matrix(const Array& stack) {
+  const Tensor t = stack.tensor();
+  return ConstTensor{t.data, t.dtype, 2, {t.dims[0], t.dims[1] * t.dims[2], 0, 0}};
+}
 
 }  // namespace harness

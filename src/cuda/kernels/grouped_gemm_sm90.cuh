@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "cuda/tile/gathered_rows.cuh"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/result.cuh"
 #include "cuda/tile/tile_scheduler.cuh"
@@ -20,6 +21,7 @@ namespace dropless::cuda {
 template <class EpilogueParams>
 struct alignas(128) GroupedGemmParams {
   CUtensorMap lhs;     // planes of [M, Kc]
+  RowSource source;    // in its place if rows are gathered: one plane
   CUtensorMap rhs[2];  // [E, Kc, N] or [E, N, Kc]: one a plane of lhs, or gate and up of expert_up
   EpilogueParams epilogue;
   const int32_t* offsets;  // [E+1]
@@ -35,11 +37,12 @@ inline constexpr int kConsumerRegisters = 232;
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kGemmThreads = 3 * kWarpgroup;
 
-template <class Tile, Major kRhsMajor, class Epilogue>
+template <class Tile, Major kRhsMajor, class Epilogue, Gathered kGathered = Gathered::kNone>
 class GroupedGemmSm90 {
  public:
   using Params = GroupedGemmParams<typename Epilogue::Params>;
-  using Ring = Stages<Tile, Major::kK, kRhsMajor>;
+  using Ring = Stages<Tile, Major::kK, kRhsMajor, kGathered>;
+  static_assert(kGathered != Gathered::kRhs);
   using Staging = typename Epilogue::Staging;  // of a warpgroup
   static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * Staging::kBytes +
                                       Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
@@ -65,10 +68,13 @@ class GroupedGemmSm90 {
     if (warpgroup == 2) {
       ptx::register_decrease<kProducerRegisters>();
       const int warp = threadIdx.x % kWarpgroup / 32;
-      if (warp == 0) {
+      if constexpr (kGathered == Gathered::kLhs) {
+        produce_gathered();
+        zero_outside(warp, 4);
+      } else if (warp == 0) {
         produce();
       } else {
-        zero_outside(warp - 1);
+        zero_outside(warp - 1, 3);
       }
     } else {
       ptx::register_increase<kConsumerRegisters>();
@@ -98,8 +104,12 @@ class GroupedGemmSm90 {
       if (threadIdx.x % 32 == 0) {
         for (int plane = 0; plane < params_.planes; ++plane) {
           for (int block = 0; block < params_.blocks; ++block) {
-            ring_.acquire(state);
-            load(state.stage, tile, plane, block * kChunk);
+            ring_.await_free(state);
+            ring_.announce(state.stage);
+            load_chunks<Major::kK, Tile::kRows / kChunk, Tile::kCluster>(
+                ring_.lhs(state.stage), &params_.lhs, ring_.full + state.stage, tile.row,
+                block * kChunk, plane, tile.shares_rows, rank_);
+            load_rhs(state.stage, tile, plane, block * kChunk);
             state.advance();
           }
         }
@@ -108,17 +118,37 @@ class GroupedGemmSm90 {
     }
   }
 
-  __device__ __forceinline__ void load(int stage, const RowTile& tile, int plane, int k) {
-    constexpr int kCluster = Tile::kCluster;
-    uint64_t* full = ring_.full + stage;
-    load_chunks<Major::kK, Tile::kRows / kChunk, kCluster>(
-        ring_.lhs(stage), &params_.lhs, full, tile.row, k, plane, tile.shares_rows, rank_);
+  // All four warps copy rows; one thread sees to the other operand.
+  __device__ void produce_gathered() {
+    const int thread = threadIdx.x % kWarpgroup;
+    Scheduler tiles = scheduler();
+    GatheredRows<Tile::kRows> rows(params_.source, thread);
+    typename Ring::State state;
+    RowTile tile;
+    for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+      rows.read_window(tile.row, tile.rows);
+      rows.enter_window();
+      rows.select(0);
+      for (int block = 0; block < params_.blocks; ++block) {
+        ring_.await_free(state);
+        if (thread == 0) {
+          ring_.announce(state.stage);
+          load_rhs(state.stage, tile, 0, block * kChunk);
+        }
+        rows.copy(ring_.lhs(state.stage), block * kChunkUnits, params_.source.units);
+        ring_.arrive_when_copied(state.stage);
+        state.advance();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_rhs(int stage, const RowTile& tile, int plane, int k) {
 #pragma unroll
     for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
-      load_chunks<kRhsMajor, kTileCols / kChunk, kCluster>(
+      load_chunks<kRhsMajor, kTileCols / kChunk, Tile::kCluster>(
           ring_.rhs(stage) + matrix * kTileCols * kChunk * 2,
-          &params_.rhs[Epilogue::kMatrices == 1 ? plane : matrix], full, tile.col, k, tile.expert,
-          !tile.shares_rows, rank_);
+          &params_.rhs[Epilogue::kMatrices == 1 ? plane : matrix], ring_.full + stage, tile.col, k,
+          tile.expert, !tile.shares_rows, rank_);
     }
   }
 
@@ -181,12 +211,12 @@ class GroupedGemmSm90 {
     epilogue.store(acc, tile, tile.row, tile.rows, staging);
   }
 
-  // Rows of no group become 0: three warps of every block share them.
-  __device__ void zero_outside(int warp) {
+  // Rows of no group become 0: `warps` warps of every block share them.
+  __device__ void zero_outside(int warp, int warps) {
     const int begin = min(max(params_.offsets[0], 0), params_.rows);
     const int end = min(max(params_.offsets[params_.experts], 0), params_.rows);
     const int outside = begin + max(0, params_.rows - end);
-    for (int i = blockIdx.x * 3 + warp; i < outside; i += gridDim.x * 3) {
+    for (int i = blockIdx.x * warps + warp; i < outside; i += gridDim.x * warps) {
       Epilogue::zero_row(params_.epilogue, i < begin ? i : end + (i - begin), threadIdx.x % 32);
     }
   }
@@ -197,11 +227,11 @@ class GroupedGemmSm90 {
   Ring ring_;
 };
 
-template <class Tile, Major kRhsMajor, class Epilogue>
+template <class Tile, Major kRhsMajor, class Epilogue, Gathered kGathered = Gathered::kNone>
 __global__ void __launch_bounds__(kGemmThreads, 1) grouped_gemm_sm90_kernel(
     const __grid_constant__ GroupedGemmParams<typename Epilogue::Params> params) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  GroupedGemmSm90<Tile, kRhsMajor, Epilogue>(params, smem).run();
+  GroupedGemmSm90<Tile, kRhsMajor, Epilogue, kGathered>(params, smem).run();
 }
 
 }  // namespace dropless::cuda

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "cuda/kernels/grouped_gemm_sm90.cuh"
+#include "cuda/tile/gathered_rows.cuh"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/result.cuh"
 #include "cuda/tile/tile_scheduler.cuh"
@@ -22,6 +23,7 @@ namespace dropless::cuda {
 struct alignas(128) GroupedWgradParams {
   CUtensorMap x;           // [M, Kc]
   CUtensorMap dy;          // P planes of [M, N]
+  RowSource source;        // in the place of x or dy if its rows are gathered
   ResultMatrix dw[2];      // P of them: E planes of [Kc, N]
   const int32_t* offsets;  // [E+1]
   int experts;
@@ -31,11 +33,11 @@ struct alignas(128) GroupedWgradParams {
   int planes;       // P
 };
 
-template <class Tile, class Out, bool kAccumulate>
+template <class Tile, class Out, bool kAccumulate, Gathered kGathered = Gathered::kNone>
 class GroupedWgradSm90 {
  public:
   using Params = GroupedWgradParams;
-  using Ring = Stages<Tile, Major::kMn, Major::kMn>;
+  using Ring = Stages<Tile, Major::kMn, Major::kMn, kGathered>;
   using Scheduler = WeightTileScheduler<Tile>;
   // Blocks of 64 rows that one warpgroup works on.
   static constexpr int kRowTiles = Tile::kPingpong ? Tile::kRows / kChunk : 1;
@@ -60,8 +62,12 @@ class GroupedWgradSm90 {
     }
     if (warpgroup == 2) {
       ptx::register_decrease<kProducerRegisters>();
-      if (threadIdx.x % kWarpgroup == 0) produce();
-      __syncwarp();
+      if constexpr (kGathered != Gathered::kNone) {
+        produce_gathered();
+      } else {
+        if (threadIdx.x % kWarpgroup == 0) produce();
+        __syncwarp();
+      }
     } else {
       ptx::register_increase<kConsumerRegisters>();
       consume(warpgroup);
@@ -85,16 +91,67 @@ class GroupedWgradSm90 {
     WeightTile tile;
     for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
       for (int k = 0; k < tile.depth; k += kChunk) {
-        ring_.acquire(state);
-        load_chunks<Major::kMn, Tile::kRows / kChunk, Tile::kCluster>(
-            ring_.lhs(state.stage), &params_.x, ring_.full + state.stage, tile.row, tile.first + k,
-            0, tile.shares_rows, rank_);
-        load_chunks<Major::kMn, Tile::kCols / kChunk, Tile::kCluster>(
-            ring_.rhs(state.stage), &params_.dy, ring_.full + state.stage, tile.col, tile.first + k,
-            tile.plane, !tile.shares_rows, rank_);
+        ring_.await_free(state);
+        ring_.announce(state.stage);
+        load_lhs(state.stage, tile, k);
+        load_rhs(state.stage, tile, k);
         state.advance();
       }
     }
+  }
+
+  // All four warps copy rows; one thread sees to the other operand.
+  __device__ void produce_gathered() {
+    constexpr bool kLeft = kGathered == Gathered::kLhs;
+    constexpr int kChunks = (kLeft ? Tile::kRows : Tile::kCols) / kChunk;
+    const int thread = threadIdx.x % kWarpgroup;
+    const Scheduler tiles = scheduler();
+    GatheredRows<kChunk> rows(params_.source, thread);
+    typename Ring::State state;
+    WeightTile tile;
+    for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+      // Units of 16 bytes, 8 elements: of the plane's end and of the tile's first column.
+      const int width = (kLeft ? params_.rows : params_.cols) / 8;
+      const int first = kLeft ? tile.row / 8 : tile.plane * width + tile.col / 8;
+      const int end = kLeft ? width : (tile.plane + 1) * width;
+      rows.read_window(tile.first, tile.depth);
+      for (int k = 0; k < tile.depth; k += kChunk) {
+        const int block = k / kChunk % 2;
+        if (block == 0) {
+          rows.enter_window();
+          rows.read_window(tile.first + k + rows.kWindow, tile.depth - k - rows.kWindow);
+        }
+        rows.select(block);
+        ring_.await_free(state);
+        if (thread == 0) {
+          ring_.announce(state.stage);
+          if (kLeft) {
+            load_rhs(state.stage, tile, k);
+          } else {
+            load_lhs(state.stage, tile, k);
+          }
+        }
+        uint8_t* smem = kLeft ? ring_.lhs(state.stage) : ring_.rhs(state.stage);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          rows.copy(smem + chunk * kChunkBytes, first + chunk * kChunkUnits, end);
+        }
+        ring_.arrive_when_copied(state.stage);
+        state.advance();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_lhs(int stage, const WeightTile& tile, int k) const {
+    load_chunks<Major::kMn, Tile::kRows / kChunk, Tile::kCluster>(
+        ring_.lhs(stage), &params_.x, ring_.full + stage, tile.row, tile.first + k, 0,
+        tile.shares_rows, rank_);
+  }
+
+  __device__ __forceinline__ void load_rhs(int stage, const WeightTile& tile, int k) const {
+    load_chunks<Major::kMn, Tile::kCols / kChunk, Tile::kCluster>(
+        ring_.rhs(stage), &params_.dy, ring_.full + stage, tile.col, tile.first + k, tile.plane,
+        !tile.shares_rows, rank_);
   }
 
   __device__ void consume(int warpgroup) {
@@ -200,11 +257,11 @@ class GroupedWgradSm90 {
   const Ring ring_;
 };
 
-template <class Tile, class Out, bool kAccumulate>
+template <class Tile, class Out, bool kAccumulate, Gathered kGathered = Gathered::kNone>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     grouped_wgrad_sm90_kernel(const __grid_constant__ GroupedWgradParams params) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  GroupedWgradSm90<Tile, Out, kAccumulate>(params, smem).run();
+  GroupedWgradSm90<Tile, Out, kAccumulate, kGathered>(params, smem).run();
 }
 
 }  // namespace dropless::cuda

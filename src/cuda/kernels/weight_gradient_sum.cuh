@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/tile/row_map.cuh"
+
 namespace dropless::cuda {
 
 // d_weights[slot_of_row[r]] = sum over tiles of row_sums[tile, r], for the rows of all groups.
@@ -23,17 +25,18 @@ __global__ void __launch_bounds__(256)
   d_weights[slot] = sum;
 }
 
-// d_weights[slot_of_row[r]] += dot(dy[r], bias[e(r)]): what a bias of the down-projection adds. A
-// warp a row.
+// d_weights[slot_of_row[r]] += dot(dy[map.row(r)], bias[e(r)]): what a bias of the down-projection
+// adds. A warp a row.
 __global__ void __launch_bounds__(256)
-    weight_gradient_bias_kernel(const __nv_bfloat16* dy /* [M, H] */,
+    weight_gradient_bias_kernel(const __nv_bfloat16* dy /* [T, H] */, RowMap map,
                                 const float* bias /* [E, H] */, const int32_t* slot_of_row,
                                 const int32_t* offsets, int experts, int rows, int width,
                                 float* d_weights) {
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (row >= rows || row < offsets[0] || row >= offsets[experts]) return;
   const int slot = slot_of_row[row];
-  if (slot < 0) return;
+  const int64_t from = map.row(row);
+  if (slot < 0 || from < 0) return;
   int low = 0,
       high = experts;  // the last expert whose first row is not past `row`, empty ones skipped
   while (high - low > 1) {
@@ -46,8 +49,7 @@ __global__ void __launch_bounds__(256)
   }
   float sum = 0.0f;
   for (int i = lane; i < width; i += 32) {
-    sum += __bfloat162float(dy[static_cast<int64_t>(row) * width + i]) *
-           bias[static_cast<int64_t>(low) * width + i];
+    sum += __bfloat162float(dy[from * width + i]) * bias[static_cast<int64_t>(low) * width + i];
   }
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (lane == 0) d_weights[slot] += sum;

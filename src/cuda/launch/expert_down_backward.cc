@@ -25,15 +25,7 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace
   DROPLESS_RETURN_IF_ERROR(check_workspace("expert_down_backward", workspace,
                                            expert_down_backward_workspace_bytes(args),
                                            kWorkspaceAlignment));
-  PermuteArgs permutation;
-  permutation.x = args.dy;
-  permutation.slot_of_row = args.slot_of_row;
-  permutation.experts_per_token = args.weights.dims[1];
-  permutation.rows = Tensor{workspace.data, DType::kBF16, 2, {rows, model, 0, 0}};
-  DROPLESS_RETURN_IF_ERROR(permute(permutation, Tensor(), stream));
-  void* row_sums = static_cast<uint8_t*>(workspace.data) + align_workspace(rows * model * 2);
-  return launch_expert_down_backward_sm90(args, permutation.rows, static_cast<float*>(row_sums),
-                                          stream);
+  return launch_expert_down_backward_sm90(args, static_cast<float*>(workspace.data), stream);
 }
 
 }  // namespace dropless::cuda

@@ -3,7 +3,7 @@
 
 namespace dropless::cuda {
 
-Status expert_up(const ExpertUpArgs& args, Tensor workspace, Stream stream) {
+Status expert_up(const ExpertUpArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   const int64_t rows = args.a.dims[0], width = args.a.dims[1], model = args.x.dims[1];
   if (rows == 0 || width == 0) return Status();
@@ -19,15 +19,7 @@ Status expert_up(const ExpertUpArgs& args, Tensor workspace, Stream stream) {
     return Status(StatusCode::kUnimplemented,
                   "expert_up: H = 0 with a bias has no CUDA kernel; leave the biases out");
   }
-  DROPLESS_RETURN_IF_ERROR(check_workspace("expert_up", workspace, expert_up_workspace_bytes(args),
-                                           kWorkspaceAlignment));
-  PermuteArgs permutation;
-  permutation.x = args.x;
-  permutation.slot_of_row = args.slot_of_row;
-  permutation.experts_per_token = args.experts_per_token;
-  permutation.rows = Tensor{workspace.data, DType::kBF16, 2, {rows, model, 0, 0}};
-  DROPLESS_RETURN_IF_ERROR(permute(permutation, Tensor(), stream));
-  return launch_expert_up_sm90(args, permutation.rows, stream);
+  return launch_expert_up_sm90(args, stream);
 }
 
 }  // namespace dropless::cuda

@@ -9,13 +9,14 @@
 namespace dropless::cuda {
 
 template <class Tile, Major kMajor, ActivationKind kActivation>
-Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream stream) {
+Status launch_expert_up_tile(const ExpertUpArgs& args, Stream stream) {
   using Epilogue = SwigluEpilogue<kActivation>;
-  using Kernel = GroupedGemmSm90<Tile, kMajor, Epilogue>;
+  using Kernel = GroupedGemmSm90<Tile, kMajor, Epilogue, Gathered::kLhs>;
   const int64_t m = args.a.dims[0], width = args.a.dims[1], experts = args.gate.dims[0];
+  const int64_t model = args.x.dims[1];
   typename Kernel::Params params = {};
-  Status status = encode_tensor_map(dense_stack(rows.data, DType::kBF16, 1, m, rows.dims[1]),
-                                    kChunk, "x", &params.lhs);
+  Status status =
+      make_row_source(args.x, model, args.slot_of_row, args.experts_per_token, "x", &params.source);
   const ConstTensor* matrices[2] = {&args.gate, &args.up};
   for (int i = 0; i < 2 && status.ok(); ++i) {
     status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts,
@@ -37,30 +38,31 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, ConstTensor rows, Stream 
   params.experts = static_cast<int>(experts);
   params.rows = static_cast<int>(m);
   params.cols = static_cast<int>(width);
-  params.blocks = static_cast<int>(ceil_div(rows.dims[1], kChunk));
+  params.blocks = static_cast<int>(ceil_div(model, kChunk));
   params.planes = 1;
   const int64_t most_items =
       (ceil_div(m, Tile::kRows) + std::min(experts, m)) * ceil_div(width, Kernel::kTileCols);
-  return launch_persistent(&grouped_gemm_sm90_kernel<Tile, kMajor, Epilogue>, params,
-                           Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items, stream);
+  return launch_persistent(&grouped_gemm_sm90_kernel<Tile, kMajor, Epilogue, Gathered::kLhs>,
+                           params, Tile::kCluster, kGemmThreads, Kernel::kSharedBytes, most_items,
+                           stream);
 }
 
 // Every activation of one orientation of the weights.
 template <Major kMajor>
-Status launch_expert_up_major(const ExpertUpArgs& args, ConstTensor rows, Stream stream) {
+Status launch_expert_up_major(const ExpertUpArgs& args, Stream stream) {
   using Tile = ExpertUpSm90Tile;
   switch (args.activation.kind) {
     case ActivationKind::kGelu:
-      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGelu>(args, rows, stream);
+      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGelu>(args, stream);
     case ActivationKind::kGeluTanh:
-      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGeluTanh>(args, rows, stream);
+      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGeluTanh>(args, stream);
     default:  // check_activation_kernel has refused what has no epilogue
       break;
   }
-  return launch_expert_up_tile<Tile, kMajor, ActivationKind::kSilu>(args, rows, stream);
+  return launch_expert_up_tile<Tile, kMajor, ActivationKind::kSilu>(args, stream);
 }
 
-extern template Status launch_expert_up_major<Major::kMn>(const ExpertUpArgs&, ConstTensor, Stream);
-extern template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, ConstTensor, Stream);
+extern template Status launch_expert_up_major<Major::kMn>(const ExpertUpArgs&, Stream);
+extern template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, Stream);
 
 }  // namespace dropless::cuda

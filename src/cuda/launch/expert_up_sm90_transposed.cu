@@ -2,6 +2,6 @@
 
 namespace dropless::cuda {
 
-template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, ConstTensor, Stream);
+template Status launch_expert_up_major<Major::kK>(const ExpertUpArgs&, Stream);
 
 }  // namespace dropless::cuda

@@ -4,10 +4,12 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "cuda/launch/launch.h"
 #include "cuda/launch/tensor_map.h"
+#include "cuda/tile/gathered_rows.cuh"
 #include "cuda/tile/result.cuh"
 #include "dropless/status.h"
 
@@ -24,6 +26,25 @@ inline Status make_result(const MatrixStack& stack, const char* name, ResultMatr
   result->plane_bytes = stack.plane_bytes;
   result->cols = static_cast<int>(stack.cols);
   return encode_tensor_map(stack, kChunk, name, &result->map);
+}
+
+// Rows of `matrix` [T, width] in the order of the groups: row r is that of token slot_of_row[r] /
+// experts_per_token.
+inline Status make_row_source(ConstTensor matrix, int64_t width, ConstTensor slot_of_row,
+                              int64_t experts_per_token, const char* name, RowSource* source) {
+  const int64_t tokens = matrix.dims[0], row_bytes = width * size_of(matrix.dtype);
+  DROPLESS_RETURN_IF_ERROR(
+      check_tma(dense_stack(matrix.data, matrix.dtype, 1, tokens, width), name));
+  const int64_t units = tokens * (row_bytes / 16);
+  if (units > std::numeric_limits<int32_t>::max()) {
+    return Status(StatusCode::kUnimplemented, std::string(name) + " has " + std::to_string(units) +
+                                                  " units of 16 bytes, which is not below 2^31");
+  }
+  source->data = matrix.as<uint8_t>();
+  source->map = {slot_of_row.as<int32_t>(), Divisor::of(experts_per_token),
+                 static_cast<int>(tokens)};
+  source->units = static_cast<uint32_t>(row_bytes / 16);
+  return Status();
 }
 
 // One block a multiprocessor, fewer if there cannot be as many work items, in clusters of

@@ -45,6 +45,14 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Arrives at `barrier`, which counts this arrival, when all of this thread's asynchronous copies so
+// far have landed.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+}
+
 // Two floats rounded to nearest even, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

@@ -15,6 +15,8 @@ namespace dropless::cuda {
 // bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA
 // box. Also the contraction depth of a pipeline stage.
 inline constexpr int kChunk = 64;
+// It in units of 16 bytes, what a thread copies at once.
+inline constexpr int kChunkUnits = 8;
 // 64 rows of it.
 inline constexpr int kChunkBytes = kChunk * kChunk * 2;
 

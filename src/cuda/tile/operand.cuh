@@ -1,5 +1,5 @@
 // Operands of the sm_90a products: loading them by TMA into a pipeline of shared-memory stages, and
-// multiplying a stage.
+// multiplying a stage. (gathered_rows.cuh: loading one of them without TMA.)
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -12,6 +12,10 @@ namespace dropless::cuda {
 
 // Which axis of an operand is contiguous: the contraction, or its rows (columns).
 enum class Major { kK, kMn };
+
+// Which operand's rows are looked up one by one and copied by the loading threads
+// (gathered_rows.cuh) instead of the copy engine.
+enum class Gathered { kNone, kLhs, kRhs };
 
 inline constexpr int kWarpgroup = 128;
 // Named barriers of the consumer warpgroups.
@@ -75,10 +79,17 @@ __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* ma
 }
 
 // The stages of one block and their barriers.
-template <class Tile, Major kLhsMajor, Major kRhsMajor>
+template <class Tile, Major kLhsMajor, Major kRhsMajor, Gathered kGathered = Gathered::kNone>
 struct Stages {
   static constexpr int kLhsBytes = Tile::kRows * kChunk * 2;
   static constexpr int kStageBytes = Tile::kStageBytes;
+  // Of these the copy engine brings:
+  static constexpr int kEngineBytes = kGathered == Gathered::kNone  ? kStageBytes
+                                      : kGathered == Gathered::kLhs ? kStageBytes - kLhsBytes
+                                                                    : kLhsBytes;
+  // A stage is full when the engine's bytes were announced and arrived and, if rows are gathered,
+  // every loading thread's copies landed.
+  static constexpr int kWriters = kGathered == Gathered::kNone ? 1 : 1 + kWarpgroup;
   // Warpgroups that read a stage, in all blocks whose loads may write it.
   static constexpr int kReaders = (Tile::kPingpong ? 1 : 2) * Tile::kCluster;
   using State = PipelineState<Tile::kStages>;
@@ -98,7 +109,7 @@ struct Stages {
 
   __device__ void init() const {
     for (int i = 0; i < Tile::kStages; ++i) {
-      ptx::mbarrier_init(full + i, 1);
+      ptx::mbarrier_init(full + i, kWriters);
       ptx::mbarrier_init(empty + i, kReaders);
     }
     ptx::mbarrier_init(turn, 1);
@@ -108,10 +119,19 @@ struct Stages {
   __device__ __forceinline__ uint8_t* lhs(int stage) const { return data + stage * kStageBytes; }
   __device__ __forceinline__ uint8_t* rhs(int stage) const { return lhs(stage) + kLhsBytes; }
 
-  // Producer, one thread: waits until the stage is free and announces its bytes.
-  __device__ __forceinline__ void acquire(const State& state) const {
+  // Producer, every thread that writes: waits until the stage is free.
+  __device__ __forceinline__ void await_free(const State& state) const {
     ptx::mbarrier_wait(empty + state.stage, state.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full + state.stage, kStageBytes);
+  }
+
+  // Producer, one thread: announces what the copy engine brings.
+  __device__ __forceinline__ void announce(int stage) const {
+    ptx::mbarrier_arrive_expect_tx(full + stage, kEngineBytes);
+  }
+
+  // Producer, every thread: counts as a writer once its copies so far have landed.
+  __device__ __forceinline__ void arrive_when_copied(int stage) const {
+    ptx::copy_async_arrive(full + stage);
   }
 
   // Consumer, whole warpgroup: one thread speaks for it to each block.
@@ -138,6 +158,8 @@ struct Stages {
     int previous = 0;
     for (int block = 0; block < blocks; ++block) {
       ptx::mbarrier_wait(full + state.stage, state.phase);
+      // The copy engine writes as wgmma reads, through the asynchronous proxy; threads do not.
+      if (kGathered != Gathered::kNone) ptx::fence_proxy_async();
       prepare(block, state.stage);
       ptx::wgmma_fence();
       const uint32_t offset = state.stage * (kStageBytes / 16);
