@@ -126,9 +126,8 @@ class GroupedGemmSm90 {
     typename Ring::State state;
     RowTile tile;
     for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
-      rows.read_window(tile.row, tile.rows);
-      rows.enter_window();
-      rows.select(0);
+      rows.read_slots(tile.row, tile.rows);
+      rows.find_rows();
       for (int block = 0; block < params_.blocks; ++block) {
         ring_.await_free(state);
         if (thread == 0) {

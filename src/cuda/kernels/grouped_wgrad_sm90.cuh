@@ -114,14 +114,10 @@ class GroupedWgradSm90 {
       const int width = (kLeft ? params_.rows : params_.cols) / 8;
       const int first = kLeft ? tile.row / 8 : tile.plane * width + tile.col / 8;
       const int end = kLeft ? width : (tile.plane + 1) * width;
-      rows.read_window(tile.first, tile.depth);
+      rows.read_slots(tile.first, tile.depth);
       for (int k = 0; k < tile.depth; k += kChunk) {
-        const int block = k / kChunk % 2;
-        if (block == 0) {
-          rows.enter_window();
-          rows.read_window(tile.first + k + rows.kWindow, tile.depth - k - rows.kWindow);
-        }
-        rows.select(block);
+        rows.find_rows();
+        rows.read_slots(tile.first + k + kChunk, tile.depth - k - kChunk);
         ring_.await_free(state);
         if (thread == 0) {
           ring_.announce(state.stage);

@@ -19,8 +19,9 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     return zero_async("grouped_wgrad", args.dw[1], stream);
   }
   GroupedWgradArgs contiguous = args;
-  if (args.gather != Gather::kNone) {
-    const bool left = args.gather == Gather::kLhs;
+  const bool left = args.gather == Gather::kLhs;
+  const int64_t other_cols = left ? args.dy.dims[1] * args.dy.dims[2] : args.x.dims[1];
+  if (args.gather != Gather::kNone && !grouped_wgrad_sm90_gathers(other_cols)) {
     const ConstTensor from = left ? args.x : args.dy;
     const int64_t width = left ? from.dims[1] : from.dims[1] * from.dims[2];
     DROPLESS_RETURN_IF_ERROR(
