@@ -40,19 +40,23 @@ void check_gemm(const Case& c, bool transposed, bool with_bias) {
   }
 }
 
-void check_wgrad(const Case& c, DType dtype, bool accumulate, int planes) {
+void check_wgrad(const Case& c, DType dtype, bool accumulate, int planes, Gather gather) {
   const int64_t experts = experts_of(c);
-  Array x = normal(DType::kBF16, {c.rows, c.contraction}, 1);
-  Array dy = normal(DType::kBF16, {c.rows, planes, c.cols}, 2);
-  poison_outside(x, c.offsets);
-  poison_outside(dy, c.offsets);
+  const TokenRows x = token_rows(c, 3, 1, c.contraction, 1);
+  const TokenRows dy = token_rows(c, 3, planes, c.cols, 2);
+  poison_outside(x.rows, c.offsets);
+  poison_outside(dy.rows, c.offsets);
   Array offsets = device_offsets(c.offsets);
   const std::vector<std::string> names = tile_names<cuda::GroupedWgradSm90Tiles>();
-  for (size_t tile = 0; tile < names.size(); ++tile) {
+  for (int tile = 0; tile < static_cast<int>(names.size()); ++tile) {
+    if (gather != Gather::kNone && tile != cuda::kGatheringWgradTile) continue;
     std::vector<Array> dw;
     GroupedWgradArgs args;
-    args.x = x;
-    args.dy = dy;
+    args.x = matrix(gather == Gather::kLhs ? x.tokens : x.rows);
+    args.dy = gather == Gather::kRhs ? dy.tokens : dy.rows;
+    args.slot_of_row = x.slots;
+    args.experts_per_token = x.experts_per_token;
+    args.gather = gather;
     args.offsets = offsets;
     args.accumulate = accumulate;
     for (int plane = 0; plane < planes; ++plane) {
@@ -65,8 +69,8 @@ void check_wgrad(const Case& c, DType dtype, bool accumulate, int planes) {
     for (int plane = 0; plane < planes; ++plane) {
       Array want(DType::kF32, {experts, c.contraction, c.cols});
       reference_wgrad_kernel<<<(want.size() + 255) / 256, 256>>>(
-          x.as<__nv_bfloat16>(), dy.as<__nv_bfloat16>(), offsets.as<int>(), want.as<float>(),
-          static_cast<int>(experts), c.contraction, c.cols, planes, plane);
+          x.rows.as<__nv_bfloat16>(), dy.rows.as<__nv_bfloat16>(), offsets.as<int>(),
+          want.as<float>(), static_cast<int>(experts), c.contraction, c.cols, planes, plane);
       HARNESS_CUDA(cudaGetLastError());
       std::vector<float> sum = floats(want);
       if (accumulate) {
@@ -75,7 +79,11 @@ void check_wgrad(const Case& c, DType dtype, bool accumulate, int planes) {
       }
       // fp32 results differ by the order of summation only.
       expect_close("wgrad " + c.name + (dtype == DType::kF32 ? " f32 " : " bf16 ") +
-                       (accumulate ? "add " : "") + std::to_string(plane) + " " + names[tile],
+                       (accumulate ? "add " : "") +
+                       (gather == Gather::kNone  ? ""
+                        : gather == Gather::kLhs ? "x gathered "
+                                                 : "dy gathered ") +
+                       std::to_string(plane) + " " + names[tile],
                    dw[plane], sum, dtype == DType::kF32 ? 2e-5 : 2.5e-3);
     }
   }
@@ -224,8 +232,10 @@ void check_all(const Case& c) {
   check_gemm(c, false, true);
   check_gemm(c, true, false);
   for (DType dtype : {DType::kBF16, DType::kF32}) {
-    check_wgrad(c, dtype, false, 1);
-    check_wgrad(c, dtype, true, 2);
+    for (Gather gather : {Gather::kNone, Gather::kLhs, Gather::kRhs}) {
+      check_wgrad(c, dtype, false, 1, gather);
+      check_wgrad(c, dtype, true, 2, gather);
+    }
   }
   check_up(c);
   check_up_backward(c);

@@ -52,8 +52,9 @@ class GatheredRows {
   // Starts copying units first .. first + 7 of every row; those from `end` on are zeros.
   //
   // The order of these additions matters: as 64-bit sums of a row's start and the common offset
-  // they put some instructions between one copy and the next. Eight copies in a row fill the queue
-  // of memory instructions, in which the multiplying warps wait, too, and cost 5 to 10 %.
+  // they put some instructions between one copy and the next. Eight copies in a row cost 5 to 10 %
+  // of expert_up: it seems that they fill the queue of memory instructions for the multiplying
+  // warps, too.
   __device__ __forceinline__ void copy(const uint8_t* smem, int first, int end) const {
     const uint32_t to = ptx::shared_address(smem) + place_;
     const uint8_t* from = source_.data + static_cast<int64_t>(first) * 16;
