@@ -11,8 +11,9 @@ import importlib
 from typing import Any
 
 from dropless import checkpoint_policies
+from dropless._activation import Activation
 from dropless._balance import load_balance_loss, update_selection_bias
-from dropless._config import Activation, MoEConfig, RouterConfig
+from dropless._config import MoEConfig, RouterConfig
 from dropless._export import export_disabled_checks
 from dropless._library import libraries as _libraries
 from dropless._moe import MoEAux, moe

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from dropless._activation import ACTIVATIONS, Activation
+from dropless._checks import check_flag, check_integer, check_one_of, check_real
 
 _log = logging.getLogger("dropless")
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 PRECISIONS = ("auto", "f32", "bf16", "fp8")
 
 # A dense SwiGLU feed-forward network of width 8/3 * H has the parameters of a classic one of width
@@ -25,35 +26,8 @@ _DENSE_WIDTH = 8 / 3
 # Widths are rounded up to a multiple of this, half of the 128 columns that one scale covers.
 _WIDTH_MULTIPLE = 64
 
-# Real settings travel to the kernels as float32.
-_FLOAT32 = np.finfo(np.float32)
-
 # Hopper's compute capabilities: its FP8 kernels (sm_90a) run on no other generation.
 _FP8_CAPABILITIES = (9.0, 10.0)  # from the first up to, not including, the second
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if not isinstance(value, str | None) or value not in allowed:
-        choices = ", ".join(repr(a) for a in allowed)
-        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
-
-
-def check_integer(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an int >= {minimum}; got {value!r}.")
-
-
-def _real(name: str, value: Any, *, positive: bool) -> None:
-    least = float(_FLOAT32.tiny) if positive else 0.0
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value <= float(_FLOAT32.max):
-        kind = "> 0" if positive else ">= 0"
-        raise ValueError(f"{name} must be a finite number {kind} in float32; got {value!r}.")
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False; got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,15 +92,15 @@ class RouterConfig:
     balance_loss: Literal["batch", "sequence"] = "batch"
 
     def __post_init__(self):
-        _one_of("RouterConfig.score", self.score, SCORES)
+        check_one_of("RouterConfig.score", self.score, SCORES)
         for name in (
             *("score_before_topk", "renormalize", "renormalize_clamp"),
             *("selection_bias", "bias", "expert_scale"),
         ):
-            _flag(f"RouterConfig.{name}", getattr(self, name))
-        _real("RouterConfig.renormalize_eps", self.renormalize_eps, positive=False)
-        _real("RouterConfig.scale", self.scale, positive=True)
-        _one_of("RouterConfig.weight_on", self.weight_on, ("output", "input"))
+            check_flag(f"RouterConfig.{name}", getattr(self, name))
+        check_real("RouterConfig.renormalize_eps", self.renormalize_eps, positive=False)
+        check_real("RouterConfig.scale", self.scale, positive=True)
+        check_one_of("RouterConfig.weight_on", self.weight_on, ("output", "input"))
         for name in ("num_groups", "groups_kept", "group_score_experts"):
             check_integer(f"RouterConfig.{name}", getattr(self, name), 1)
         if self.groups_kept > self.num_groups:
@@ -134,13 +108,13 @@ class RouterConfig:
                 f"RouterConfig.groups_kept must be at most num_groups; got groups_kept="
                 f"{self.groups_kept} and num_groups={self.num_groups}."
             )
-        _one_of("RouterConfig.group_mask", self.group_mask, ("-inf", "zero"))
+        check_one_of("RouterConfig.group_mask", self.group_mask, ("-inf", "zero"))
         if self.expert_table is not None:
             check_integer("RouterConfig.expert_table", self.expert_table, 1)
-        _real("RouterConfig.jitter", self.jitter, positive=False)
+        check_real("RouterConfig.jitter", self.jitter, positive=False)
         if self.jitter > 1:
             raise ValueError(f"RouterConfig.jitter must be from 0 to 1; got {self.jitter!r}.")
-        _one_of("RouterConfig.balance_loss", self.balance_loss, ("batch", "sequence"))
+        check_one_of("RouterConfig.balance_loss", self.balance_loss, ("batch", "sequence"))
 
     def check_groups(self, num_experts: int, experts_per_token: int) -> None:
         """Raises unless the groups fit E experts of which K are taken."""
@@ -160,61 +134,6 @@ class RouterConfig:
                 f"RouterConfig.group_score_experts must be at most the {group} experts of a group; "
                 f"got {self.group_score_experts}."
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """How an expert's pre-activations become A, what its down matrix multiplies.
-
-    Gated: A = act(g) * (u + up_offset), with g = min(gate(x), gate_limit) and u = up(x) cut to
-    [-up_limit, up_limit]. Not gated: A = act(g). Beyond a limit the gradient is 0, at it not yet.
-    gpt-oss: ``Activation("silu", slope=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)``.
-
-    Attributes:
-      kind: act: ``"silu"``, z * sigmoid(slope * z); ``"gelu"``, by erf; ``"gelu_tanh"``, its tanh
-        approximation; ``"relu"``; ``"relu_squared"``, max(z, 0)^2 (arXiv 2109.08668).
-      gated: False: experts have no up matrix.
-      slope: of the sigmoid in ``"silu"``.
-      gate_limit, up_limit: None: no limit.
-      up_offset: added to u.
-    """
-
-    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
-    _: dataclasses.KW_ONLY
-    gated: bool = True
-    slope: float = 1.0
-    gate_limit: float | None = None
-    up_limit: float | None = None
-    up_offset: float = 0.0
-
-    def __post_init__(self):
-        _one_of("activation", self.kind, ACTIVATIONS)
-        _flag("Activation.gated", self.gated)
-        _real("Activation.slope", self.slope, positive=True)
-        for name in ("gate_limit", "up_limit"):
-            if getattr(self, name) is not None:
-                _real(f"Activation.{name}", getattr(self, name), positive=True)
-        offset = self.up_offset
-        _real("Activation.up_offset", -offset if _is_negative(offset) else offset, positive=False)
-        if self.slope != 1 and self.kind != "silu":
-            raise ValueError(
-                f'Activation.slope is of "silu" only; got slope={self.slope} and '
-                f"kind={self.kind!r}."
-            )
-        if not self.gated and (self.up_limit is not None or self.up_offset != 0):
-            raise ValueError(
-                f"Activation.up_limit and up_offset need gated=True; got up_limit={self.up_limit} "
-                f"and up_offset={self.up_offset}."
-            )
-
-    @property
-    def parts(self) -> int:
-        """Pre-activations for each element of A: gate and up, or one."""
-        return 2 if self.gated else 1
-
-
-def _is_negative(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,29 +207,29 @@ class MoEConfig:
             raise ValueError(f"router must be a dropless.RouterConfig; got {self.router!r}.")
         self.router.check_groups(self.num_experts, self.experts_per_token)
         if not isinstance(self.activation, Activation):
-            _one_of("activation", self.activation, ACTIVATIONS)
+            check_one_of("activation", self.activation, ACTIVATIONS)
         elif self.activation == Activation(self.activation.kind):
             # One spelling of each, so that equal layers have equal configs.
             object.__setattr__(self, "activation", self.activation.kind)
-        _flag("expert_bias", self.expert_bias)
+        check_flag("expert_bias", self.expert_bias)
         if self.shared_expert_dim is not None:
             check_integer("shared_expert_dim", self.shared_expert_dim, 1)
-        _flag("shared_expert_gate", self.shared_expert_gate)
+        check_flag("shared_expert_gate", self.shared_expert_gate)
         if self.shared_expert_gate and self.shared_expert_dim is None:
             raise ValueError("shared_expert_gate=True needs shared_expert_dim; got None.")
-        _one_of("precision", self.precision, PRECISIONS)
-        _real("expert_capacity_factor", self.expert_capacity_factor, positive=True)
-        _one_of("overflow", self.overflow, ("rounds", "drop"))
-        _one_of("wgrad_precision", self.wgrad_precision, ("bf16", "fp8"))
-        _one_of("save_h", self.save_h, ("bf16", "fp8"))
+        check_one_of("precision", self.precision, PRECISIONS)
+        check_real("expert_capacity_factor", self.expert_capacity_factor, positive=True)
+        check_one_of("overflow", self.overflow, ("rounds", "drop"))
+        check_one_of("wgrad_precision", self.wgrad_precision, ("bf16", "fp8"))
+        check_one_of("save_h", self.save_h, ("bf16", "fp8"))
         if self.save_h == "fp8" and self.precision == "f32":
             raise ValueError(
                 'save_h="fp8" needs precision="bf16", "fp8" or "auto"; got precision="f32". Use '
                 'save_h="bf16", which keeps float32 pre-activations for float32 operands.'
             )
-        _one_of("scale_rounding", self.scale_rounding, ("fp32", "pow2"))
-        _one_of("fallback", self.fallback, (None, "bf16"))
-        _flag("strict", self.strict)
+        check_one_of("scale_rounding", self.scale_rounding, ("fp32", "pow2"))
+        check_one_of("fallback", self.fallback, (None, "bf16"))
+        check_flag("strict", self.strict)
         if self.num_sms is not None:
             raise ValueError(
                 f"num_sms must be None: kernels take all of a GPU's streaming multiprocessors and "

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dropless._activation import ACTIVATIONS, Activation
 from dropless._call import call, unify_axes
-from dropless._config import ACTIVATIONS, Activation, MoEConfig
+from dropless._config import MoEConfig
 from dropless._params import PreparedExperts, PreparedWeight, prepare
 from dropless._pieces import combine
 from dropless._routing import Plan

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
-from dropless._config import SCORES, MoEConfig, RouterConfig, check_config, check_integer
+from dropless._checks import check_integer
+from dropless._config import SCORES, MoEConfig, RouterConfig, check_config
 from dropless._params import check_float_dtype
 
 # Row and slot numbers are int32.

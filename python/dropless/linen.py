@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from dropless._activation import Activation
 from dropless._balance import update_selection_bias
-from dropless._config import Activation, MoEConfig, RouterConfig
+from dropless._config import MoEConfig, RouterConfig
 from dropless._layer_options import check_dropout
 from dropless._moe import moe
 from dropless._params import STATE_NAMES, init, initial_vector, param_shapes

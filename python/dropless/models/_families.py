@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dropless._config import Activation, MoEConfig, RouterConfig
+from dropless._activation import Activation
+from dropless._config import MoEConfig, RouterConfig
 from dropless.models._rules import Copy, Pair, PerExpert, Rule, linear
 from dropless.models._settings import Config, activation, optional, refuse, size
 
