@@ -68,6 +68,10 @@ class RouterConfig:
       jitter: for training: x is multiplied, element by element, by a random number from 1 - jitter
         to 1 + jitter, for the router and the experts alike (Mixtral's ``router_jitter_noise``). It
         happens where a key is given: ``moe(..., jitter_key=)``.
+      sparse_mixer_eps: route two experts a token as Phi-3.5-MoE does outside training: in turn, the
+        largest logit of those left, weighted by its softmax among the logits within a relative
+        distance of 2 * eps. The other options of selection and weights then keep their defaults.
+        None: as the options above say.
       balance_loss: what ``MoEAux.load_balance_loss`` averages over: the whole ``"batch"``, or each
         ``"sequence"`` (x is then [..., S, H]) on its own (DeepSeek-V3, arXiv 2412.19437, eq.
         17-20).
@@ -89,6 +93,7 @@ class RouterConfig:
     group_mask: Literal["-inf", "zero"] = "-inf"
     expert_table: int | None = None
     jitter: float = 0.0
+    sparse_mixer_eps: float | None = None
     balance_loss: Literal["batch", "sequence"] = "batch"
 
     def __post_init__(self):
@@ -116,8 +121,23 @@ class RouterConfig:
             raise ValueError(f"RouterConfig.jitter must be from 0 to 1; got {self.jitter!r}.")
         check_one_of("RouterConfig.balance_loss", self.balance_loss, ("batch", "sequence"))
 
+        if self.sparse_mixer_eps is not None:
+            check_real("RouterConfig.sparse_mixer_eps", self.sparse_mixer_eps, positive=True)
+            free = {"sparse_mixer_eps", "bias", "weight_on", "jitter", "balance_loss"}
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if field.name not in free and value != field.default:
+                    raise ValueError(
+                        f"RouterConfig.sparse_mixer_eps excludes {field.name}; got "
+                        f"sparse_mixer_eps={self.sparse_mixer_eps} and {field.name}={value!r}."
+                    )
+
     def check_groups(self, num_experts: int, experts_per_token: int) -> None:
         """Raises unless the groups fit E experts of which K are taken."""
+        if self.sparse_mixer_eps is not None and experts_per_token != 2:
+            raise ValueError(
+                f"RouterConfig.sparse_mixer_eps needs experts_per_token=2; got {experts_per_token}."
+            )
         if num_experts % self.num_groups:
             raise ValueError(
                 f"RouterConfig.num_groups must divide num_experts; got num_groups="

@@ -14,6 +14,7 @@ from dropless._call import call, unify_axes
 from dropless._checks import check_integer
 from dropless._config import SCORES, MoEConfig, RouterConfig, check_config
 from dropless._params import check_float_dtype
+from dropless._sparse_mixer import sparse_mixer
 
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
@@ -146,10 +147,19 @@ def route(
         expert_ids = expert_ids.astype(jnp.int32)
     if t == 0:
         return _route_nothing(e, k)
+    mixed = None
+    if cfg.router.sparse_mixer_eps is not None:
+        if expert_ids is not None:
+            raise ValueError("expert_ids must be None with RouterConfig.sparse_mixer_eps.")
+        # Padding may be NaN, which a weight of 0 would not keep from the gradient.
+        real = logits if mask is None else jnp.where(mask[:, None] != 0, logits, 0)
+        expert_ids, mixed = sparse_mixer(real.astype(jnp.float32), cfg.router.sparse_mixer_eps)
     operands = unify_axes((logits, selection_bias, mask, expert_ids))
     ids, weights, prob_sum, sums, counters, *places = _route(
         (cfg.router, k, cfg.capacity(t)), *operands
     )
+    if mixed is not None:
+        weights = jnp.where(ids < 0, 0.0, mixed)
     if expert_scale is not None:
         weights = _scale_by_expert(*unify_axes((weights, expert_scale)), ids)
     return Routing(*places, ids, weights, prob_sum, sums[0], sums[1], counters[0], counters[1])

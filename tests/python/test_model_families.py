@@ -48,6 +48,12 @@ CONFIGS = {
     "llama4": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 1},
     "hunyuan_v1_moe": {**WIDE, "moe_topk": [K, K]},
     "jamba": WIDE,
+    "phimoe": {
+        "num_local_experts": E,
+        "intermediate_size": I,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.3,  # wide, so that several logits are near
+    },
 }
 ONE_LAYOUT = {"gpt_oss", "granitemoe", "llama4_text", "llama4"}
 
@@ -141,7 +147,18 @@ def ernie(z, bias):
     return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-12)
 
 
+def phimoe(z, bias):
+    def weight_of_best(rest):
+        best = rest.max(-1, keepdims=True)
+        far = (best - z) / jnp.maximum(jnp.abs(z), best) > 2 * 0.3
+        near = jnp.where(jax.lax.stop_gradient(far), -jnp.inf, rest)
+        return jax.nn.softmax(near, -1) * top(rest, 1)
+
+    return weight_of_best(z) + weight_of_best(jnp.where(top(z, 1) > 0, -jnp.inf, z))
+
+
 ROUTERS = {
+    "phimoe": phimoe,
     "mixtral": softmax_renormalised,
     "qwen2_moe": softmax_all,
     "qwen3_next": softmax_renormalised,
@@ -239,3 +256,27 @@ def test_a_text_config_inside_a_multimodal_one_is_read():
 def test_settings_not_supported_are_refused(family, name, value):
     with pytest.raises(ValueError, match=f"{name}.*got {value!r}"):
         dropless.models.block_config({**config_of(family), name: value})
+
+
+def test_sparse_mixer_keeps_padding_out_and_its_options_to_itself():
+    cfg = config_only(config_of("phimoe"))
+    logits = jnp.asarray(np.random.default_rng(2).standard_normal((5, E)), jnp.float32)
+    mask = jnp.array([1, 1, 0, 1, 1])
+    logits = logits.at[2].set(jnp.nan)
+
+    def total(z):
+        return dropless.route(z, cfg, mask=mask).weights.sum()
+
+    gradient = np.asarray(jax.grad(total)(logits))
+    assert np.isfinite(gradient).all() and not gradient[2].any() and gradient.any()
+    for options, text in (
+        ({"score": "sigmoid"}, "excludes score"),
+        ({"num_groups": 2}, "excludes num_groups"),
+        ({"sparse_mixer_eps": 0.0}, "sparse_mixer_eps must be a finite number > 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            dropless.RouterConfig(**{"sparse_mixer_eps": 0.01, **options})
+    with pytest.raises(ValueError, match="experts_per_token=2; got 3"):
+        dataclasses.replace(cfg, experts_per_token=3)
+    with pytest.raises(ValueError, match="expert_ids must be None"):
+        dropless.route(logits, cfg, expert_ids=jnp.zeros((5, 2), jnp.int32))

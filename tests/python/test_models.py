@@ -274,6 +274,7 @@ SIZES = {  # H, I, E, K, S, renormalisation and scale, from the models' config f
     "ernie-4.5-300b-a47b": (8192, 3584, 64, 8, None, True, 1.0),
     "jamba-v0.1": (4096, 14336, 16, 2, None, False, 1.0),
     "jamba-1.5-large": (8192, 24576, 16, 2, None, False, 1.0),
+    "phi-3.5-moe": (4096, 6400, 16, 2, None, True, 1.0),
     "dots.llm1": (4096, 1408, 128, 6, 2816, True, 2.5),
     "lfm2-8b-a1b": (2048, 1792, 32, 4, None, True, 1.0),
     "solar-open-100b": (4096, 1280, 128, 8, 1280, True, 1.0),

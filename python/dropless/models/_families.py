@@ -325,6 +325,19 @@ _TABLE = (
         expert_dim=_INTERMEDIATE,
         shared_dim=_shared_width("intermediate_size"),
     ),
+    Family(
+        ("phimoe",),
+        {
+            "fused": (*_router("router.weight"), *_FUSED),
+            # The released files are older than the router's name.
+            "per_expert": (*_router(), *_linears(_W1_W3_W2)),
+        },
+        lambda config: RouterConfig(
+            sparse_mixer_eps=float(optional(config, "router_jitter_noise", 0.01)),
+            jitter=float(optional(config, "input_jitter_noise", 0.0)),
+        ),
+        expert_dim=_INTERMEDIATE,
+    ),
     Family(("jamba",), _both(_router("router.weight")), _softmax(False), expert_dim=_INTERMEDIATE),
 )
 

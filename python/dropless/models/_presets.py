@@ -98,6 +98,8 @@ _TABLE: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any]]] = {
     # ai21labs/Jamba-v0.1, AI21-Jamba-1.5-Large
     "jamba-v0.1": ("jamba", (4096, 14336, 16, 2), {}),
     "jamba-1.5-large": ("jamba", (8192, 24576, 16, 2), {}),
+    # microsoft/Phi-3.5-MoE-instruct
+    "phi-3.5-moe": ("phimoe", (4096, 6400, 16, 2), {}),
     # rednote-hilab/dots.llm1.base
     "dots.llm1": (
         *("dots1", (4096, 1408, 128, 6)),
