@@ -287,6 +287,7 @@ TEST_F(CudaRouteSizes, F7_EveryCombinationMatchesReference) {
 TEST_F(CudaRouteSizes, MoreGroupsThanAWarpHasLanesIsAnError) {
   Routing many(2, 66, 3);
   many.options.num_groups = 33;
+  many.options.groups_kept = 2;
   const Status status = cuda::route(many.forward(), {}, nullptr);
   EXPECT_EQ(status.code(), StatusCode::kUnimplemented);
   EXPECT_NE(status.message().find("32 groups (num_groups), got 33"), std::string::npos)

@@ -240,8 +240,9 @@ __device__ inline void add_ranks_of_warps(const int* before_warp, int num_expert
 }
 
 // Grid: chunks. Block: `warps` full warps. Shared: [warps, E] of 4 bytes, at least [warps, 4].
+// There are no more blocks than SMs, so one of them may take all registers of its SM.
 template <class T, int V, int kThreads>
-__global__ void __launch_bounds__(kThreads) route_tokens_kernel(RouteTokensParams<T> p) {
+__global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensParams<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;
   __shared__ int chosen_of_warp[kWarps][kWarpSize];
   extern __shared__ int shared[];
