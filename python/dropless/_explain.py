@@ -194,11 +194,11 @@ def explain(
         alone = dataclasses.replace(sizes, k=1, e=1, i=cfg.shared_expert_dim)
 
         def shared(items: Any) -> Any:
-            own = (o for o in items if not o.name.startswith(_ROUTED_ONLY))
+            own = [o for o in items if not o.name.startswith(_ROUTED_ONLY)]
             return tuple(dataclasses.replace(o, name=f"shared expert: {o.name}") for o in own)
 
-        ahead, back = _gemms(spec, alone, found)
-        forward, backward = forward + shared(ahead), backward + shared(back)
+        more = _gemms(spec, alone, found)
+        forward, backward = forward + shared(more[0]), backward + shared(more[1])
         saved += shared(_saved(spec, alone, "float32"))
         workspaces += _workspaces(spec, alone)[1:]
     return Explanation(
@@ -327,10 +327,10 @@ def _kernel(
 
 def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
     h = "float8_e4m3fn" if spec.h_fp8 else jnp.dtype(spec.wide).name
-    parts = spec.activation.parts
-    arrays = [Array("x", (s.t, s.h), x), Array("h", (s.m, parts, s.i), h)]
+    front = (s.m, spec.activation.parts)
+    arrays = [Array("x", (s.t, s.h), x), Array("h", (*front, s.i), h)]
     if spec.h_fp8:
-        arrays.append(Array("h_scale", (s.m, parts, -(-s.i // _SCALE_BLOCK)), "float32"))
+        arrays.append(Array("h_scale", (*front, -(-s.i // _SCALE_BLOCK)), "float32"))
     return (
         *arrays,
         Array("logits", (s.t, s.e), "float32"),

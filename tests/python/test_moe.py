@@ -156,6 +156,8 @@ def test_q4_every_gradient_low_precision(name, dtypes):
         num_experts=5,
         experts_per_token=2,
         expert_dim=136,
+        shared_expert_dim=None,
+        shared_expert_gate=False,
     )
     x, params, dy = oracle.layer_case(cfg, shape, x_dtype, param_dtype)
     want = oracle.value_and_gradients(cfg, x, params, None, dy, COEFFICIENTS)
@@ -167,6 +169,16 @@ def test_q4_every_gradient_low_precision(name, dtypes):
         assert gradient.dtype == kind, path
     worst = "fp8" if "fp8" in name else "bf16"
     check(cfg, got, want, worst, shape[0])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_all"])
+def test_q4_shared_expert_low_precision(name):
+    options = {"num_experts": 5, "experts_per_token": 2, "expert_dim": 136}
+    shared = {"shared_expert_dim": 150, "shared_expert_gate": True}
+    cfg = base(**PRECISIONS[name], **options, **shared)
+    x, params, dy = oracle.layer_case(cfg, (61, 200), jnp.bfloat16)
+    want = oracle.value_and_gradients(cfg, x, params, None, dy, COEFFICIENTS)
+    check(cfg, run(cfg, x, params, dy), want, name.removesuffix("_all"), 61)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_all"])
