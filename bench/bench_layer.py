@@ -28,15 +28,16 @@ def zipf_bias(num_experts: int) -> jax.Array:
     return -ZIPF * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))
 
 
-def grad_call(layer, x, params, cotangent):
-    """A call without arguments: y and all gradients of `layer(x, params)` in one jit."""
+def grad_call(layer, x, params, cotangent, *fixed):
+    """A call without arguments: y and all gradients of `layer(x, params, *fixed)` in one jit."""
 
-    def loss(x, params):
-        y = layer(x, params)
+    # Whatever is large is an argument: as a constant it would be compiled into the program.
+    def loss(x, params, *fixed):
+        y = layer(x, params, *fixed)
         return jnp.sum(y.astype(jnp.float32) * cotangent)
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    return lambda: step(x, params)
+    return lambda: step(x, params, *fixed)
 
 
 def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared):
@@ -69,7 +70,8 @@ def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared):
     if prepared:
         ready = jax.jit(lambda p: dropless.prepare_experts(p, cfg))(params)
         calls["dropless_prepared"] = grad_call(
-            lambda x, p: dropless.moe(x, p, cfg, prepared=ready)[0], x, params, cotangent
+            lambda x, p, ready: dropless.moe(x, p, cfg, prepared=ready)[0],
+            *(x, params, cotangent, ready),
         )
     if with_ragged_dot and not skewed:
         calls["ragged_dot"] = grad_call(
