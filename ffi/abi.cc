@@ -49,13 +49,21 @@ DROPLESS_EXPORT int64_t dropless_expert_down_backward_workspace_bytes(int64_t ro
   args.h.dims[2] = expert_dim;
   return dropless::cuda::expert_down_backward_workspace_bytes(args);
 }
-// `gathered_width` is that of the gathered operand, 0 if none is.
-DROPLESS_EXPORT int64_t dropless_grouped_wgrad_workspace_bytes(int64_t rows, int64_t gathered_width,
-                                                               int64_t element_bytes) {
+// dw [E, width, cols] of x [., width] and dy [., planes, cols]; gather and fp8 as in the target.
+DROPLESS_EXPORT int64_t dropless_grouped_wgrad_workspace_bytes(int64_t rows, int64_t width,
+                                                               int64_t planes, int64_t cols,
+                                                               int64_t num_experts, int64_t gather,
+                                                               int64_t fp8, int64_t element_bytes) {
   dropless::GroupedWgradArgs args;
-  if (gathered_width > 0) args.gather = dropless::Gather::kLhs;
   args.x.dtype = dtype_of_size(element_bytes);
-  args.x.dims[1] = gathered_width;
+  args.x.dims[0] = rows;
+  args.x.dims[1] = width;
+  args.dy.dims[0] = rows;
+  args.dy.dims[1] = planes;
+  args.dy.dims[2] = cols;
+  args.dw[0].dims[0] = num_experts;
   args.slot_of_row.dims[0] = rows;
+  args.gather = static_cast<dropless::Gather>(gather);
+  args.fp8 = fp8 != 0;
   return dropless::cuda::grouped_wgrad_workspace_bytes(args);
 }

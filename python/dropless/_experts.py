@@ -108,6 +108,12 @@ def _rows_operand(spec: Spec, rows: jax.Array) -> tuple[jax.Array, jax.Array | N
     return q, scale
 
 
+def wgrad_workspaces(spec: Spec, m: int, h: int, i: int, e: int) -> tuple[tuple[int, ...], ...]:
+    """What sizes the workspaces of the gradients of gate and up (which gathers x), and of down."""
+    fp8, size = int(spec.wgrad_fp8), jnp.dtype(spec.wide).itemsize
+    return (m, h, spec.activation.parts, i, e, 1, fp8, size), (m, i, 1, h, e, 2, fp8, size)
+
+
 def _biases(params: dict[str, jax.Array], *names: str) -> list[jax.Array | None]:
     return [params[n].astype(jnp.float32) if n in params else None for n in names]
 
@@ -210,16 +216,19 @@ def _experts_bwd(spec, residuals, dy):
     with jax.named_scope("dropless_weight_gradients"):
         # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
         inward = ("gate", "up")[:parts]
+        up_workspace, down_workspace = wgrad_workspaces(
+            spec, m, x.shape[1], i, offsets.shape[0] - 1
+        )
         d_inward = wgrad(
             [*((params[name].shape, params[name].dtype) for name in inward), None][:2],
             [x.astype(spec.wide), dh, slot_of_row, offsets, None, None],
-            workspace=(m, x.shape[1], dh.dtype.itemsize),
+            workspace=up_workspace,
             gather=1,
         )
         d_down, _ = wgrad(
             [(params["down"].shape, params["down"].dtype), None],
             [pa, dy.astype(spec.wide)[:, None, :], slot_of_row, offsets, None, None],
-            workspace=(m, dy.shape[1], pa.dtype.itemsize),
+            workspace=down_workspace,
             gather=2,
         )
         d_params = {**dict(zip(inward, d_inward, strict=False)), "down": d_down}

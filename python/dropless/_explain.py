@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from dropless import _library
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._devices import NamedDevice, Rates, device_of, rates_of
-from dropless._experts import Spec
+from dropless._experts import Spec, wgrad_workspaces
+from dropless._explain_fp8 import Fp8Choice, moved_by_preparing, moved_by_quantisers
+from dropless._explain_table import table
 from dropless._params import check_float_dtype
 from dropless._routing import check_rows
 
@@ -82,6 +84,8 @@ class Explanation:
       saved: what is kept between forward and backward beside the parameters.
       workspaces: the scratch of each call that has one, in order. A program has the same on every
         device, but a CPU does not touch them; each is needed during its call alone.
+      fp8: whether FP8 pays here, requantisation counted; None where the device's rates are not
+        known or have no FP8.
     """
 
     config: MoEConfig
@@ -96,6 +100,7 @@ class Explanation:
     backward: tuple[Gemm, ...]
     saved: tuple[Array, ...]
     workspaces: tuple[Array, ...]
+    fp8: Fp8Choice | None
 
     @property
     def rows(self) -> int:
@@ -134,7 +139,7 @@ class Explanation:
         return max(array.bytes for array in self.workspaces)
 
     def __str__(self) -> str:
-        return _table(self)
+        return table(self)
 
 
 def explain(
@@ -214,6 +219,7 @@ def explain(
         backward=backward,
         saved=saved,
         workspaces=workspaces,
+        fp8=_fp8_choice(cfg, sizes, found),
     )
 
 
@@ -299,6 +305,26 @@ def _gemms(
     return forward, backward
 
 
+def _fp8_choice(cfg: MoEConfig, s: _Sizes, device: jax.Device | NamedDevice) -> Fp8Choice | None:
+    rates = rates_of(device)
+    if rates is None or "fp8" not in rates.flops:
+        return None
+    seconds, parts = {}, cfg.glu.parts
+    for precision in ("bf16", "fp8"):
+        forward, backward = _gemms(Spec.of(cfg, precision), s, device)
+        seconds[precision] = sum(gemm.floor_seconds for gemm in forward + backward)
+    quantisers = moved_by_quantisers(
+        t=s.t, h=s.h, i=s.i, m=s.m, parts=parts, x_bytes=s.x,
+        wgrad_fp8=cfg.wgrad_precision == "fp8",
+    )  # fmt: skip
+    preparing = moved_by_preparing(e=s.e, h=s.h, i=s.i, parts=parts, param_bytes=s.param)
+    return Fp8Choice(
+        seconds["bf16"],
+        seconds["fp8"] + quantisers / rates.bandwidth,
+        *(moved / rates.bandwidth for moved in preparing),
+    )
+
+
 def _floor(rates: Rates | None, precision: str, flops: int, moved: int) -> float | None:
     if rates is None or precision not in rates.flops:
         return None
@@ -343,60 +369,13 @@ def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
 
 
 def _workspaces(spec: Spec, s: _Sizes) -> tuple[Array, ...]:
-    operand, wide = _BYTES[spec.precision], jnp.dtype(spec.wide).itemsize
+    operand = _BYTES[spec.precision]
     calls = (
         ("route", s.t, s.e),
         ("expert_up", s.m, s.h, operand),
         ("expert_down_backward", s.m, s.h, s.i, operand),
-        ("grouped_wgrad", s.m, s.h, wide),  # of gate and up: gathers x
-        ("grouped_wgrad", s.m, s.h, wide),  # of down: gathers dy
+        *(("grouped_wgrad", *sizes) for sizes in wgrad_workspaces(spec, s.m, s.h, s.i, s.e)),
     )
     return tuple(
         Array(op, (_library.workspace_bytes(op, *sizes),), "uint8") for op, *sizes in calls
     )
-
-
-def _table(e: Explanation) -> str:
-    cfg = e.config
-    lines = [
-        f"MoE layer on {e.device}: T {e.tokens}, H {e.model_dim}, E {cfg.num_experts}, "
-        f"K {cfg.experts_per_token}, I {e.expert_dim}, M {e.rows}",
-        f"precision {e.precision} ({e.precision_reason})",
-        "",
-    ]
-    rows = [("GEMM", "kernel", "tile", "GFLOP", "MB", "floor ms")]
-    for gemm in e.gemms:
-        tile = "x".join(map(str, gemm.tile)) if gemm.tile else "-"
-        figures = (f"{gemm.flops / 1e9:.4g}", f"{gemm.bytes / 1e6:.4g}", _ms(gemm.floor_seconds))
-        rows.append((gemm.name, gemm.kernel, tile, *figures))
-    total = sum(gemm.bytes for gemm in e.gemms)
-    figures = (f"{e.flops / 1e9:.4g}", f"{total / 1e6:.4g}", _ms(e.floor_seconds))
-    rows.append(("all", "", "", *figures))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        left = "  ".join(cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True))
-        right = "  ".join(cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True))
-        lines.append(f"{left}  {right}")
-    lines.append("")
-    for reason in dict.fromkeys(gemm.reason for gemm in e.gemms):
-        kernels = dict.fromkeys(gemm.kernel for gemm in e.gemms if gemm.reason == reason)
-        lines.append(f"{', '.join(kernels)}: {reason}")
-    if e.floor_seconds is None:
-        lines.append(f"floor: unknown, the peak rates of {e.device} are not in the table")
-    lines.append("")
-    lines.append(f"saved for backward: {e.saved_bytes / 1e6:.4g} MB")
-    lines += [
-        f"  {array.name} {list(array.shape)} {array.dtype}: {array.bytes / 1e6:.4g} MB"
-        for array in e.saved
-    ]
-    untouched = ", which a CPU does not touch" if e.platform == "cpu" else ""
-    lines.append(
-        f"workspaces{untouched}: {e.workspace_bytes / 1e6:.4g} MB in all, the largest "
-        f"{e.largest_workspace_bytes / 1e6:.4g} MB"
-    )
-    lines += [f"  {array.name}: {array.bytes / 1e6:.4g} MB" for array in e.workspaces]
-    return "\n".join(lines)
-
-
-def _ms(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds * 1e3:.4g}"

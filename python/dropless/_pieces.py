@@ -208,7 +208,7 @@ def _wgrad(dtype, x, dy, offsets, into):
         results,
         [x, dy[:, None, :], None, offsets, into, None],
         aliases=None if into is None else {4: 0},
-        workspace=(0, 0, x.dtype.itemsize),
+        workspace=(x.shape[0], x.shape[1], 1, dy.shape[1], shape[0], 0, 0, x.dtype.itemsize),
         gather=0,
         experts_per_token=1,
         fp8=0,

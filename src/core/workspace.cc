@@ -2,6 +2,7 @@
 // must have buffers of the same shapes.
 #include "core/product_workspace.h"
 #include "core/routing_chunks.h"
+#include "core/token_blocks.h"
 #include "dropless/cuda.h"
 
 namespace dropless::cuda {
@@ -23,8 +24,16 @@ int64_t aligned(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmArgs&) { return 0; }
 
-// A copy of the gathered operand in row order.
+// A copy of the gathered operand in row order; in FP8, codes and scales of both.
 int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args) {
+  if (args.fp8) {
+    const int64_t m = (args.gather == Gather::kLhs ? args.dy : args.x).dims[0];
+    const int64_t experts = args.dw[0].dims[0];
+    const BlockedOperand x(m, experts, 1, args.x.dims[1]);
+    const BlockedOperand dy(m, experts, args.dy.dims[1], args.dy.dims[2]);
+    return aligned(x.code_bytes()) + aligned(x.scale_bytes()) + aligned(dy.code_bytes()) +
+           aligned(dy.scale_bytes());
+  }
   const int64_t rows = args.slot_of_row.dims[0], size = size_of(args.x.dtype);
   if (args.gather == Gather::kLhs) return aligned(rows * args.x.dims[1] * size);
   if (args.gather == Gather::kRhs) return aligned(rows * args.dy.dims[1] * args.dy.dims[2] * size);

@@ -70,14 +70,19 @@ def test_workspaces_are_those_of_the_program(precision, dtype):
         for size in re.findall(r"tensor<(\d+)xui8>", line.split("->")[-1])
     )
     assert made == sorted((array.name, array.bytes) for array in told.workspaces)
-    # The weight gradients have a copy of x in the rows' order, and of dy, padded to 256 bytes; the
+    # In FP8 the weight gradients have codes and fp32 scales of x and dh, or of pa and dy, in M/128 + E
+    # blocks of 128 rows; else a copy of x in the rows' order, and of dy, padded to 256 bytes. The
     # other products gather rows as they load them, and dp is one fp32 sum a row and 128 columns.
-    wide = {"f32": 4, "bf16": 2, "fp8": 2}[precision]
     sizes = dict(made)
     assert sizes["expert_up"] == 0
     columns = -(-cfg.expert_dim // 128)
     assert sizes["expert_down_backward"] == -(-T * K * columns * 4 // 256) * 256
-    assert sizes["grouped_wgrad"] == -(-T * K * H * wide // 256) * 256
+    if precision == "fp8":
+        blocks, columns = T * K // 128 + E, (128 + 2 * 256, 256 + 128)
+        wanted = {blocks * width * (128 + 4) for width in columns}
+    else:
+        wanted = {-(-T * K * H * {"f32": 4, "bf16": 2}[precision] // 256) * 256}
+    assert {size for name, size in made if name == "grouped_wgrad"} == wanted
     assert told.workspace_bytes == sum(size for _, size in made)
     assert told.largest_workspace_bytes == max(size for _, size in made)
 
@@ -160,6 +165,28 @@ def test_fp8_with_a_bf16_weight_gradient():
     ]
     cfg = dataclasses.replace(cfg, wgrad_precision="fp8")
     assert dropless.explain(cfg, T, H, "H200").backward[2].kernel == "grouped_wgrad_fp8_sm90"
+
+
+def test_says_whether_fp8_pays():
+    def choice(tokens, h, i, e, k, **options):
+        cfg = dropless.MoEConfig(num_experts=e, experts_per_token=k, expert_dim=i, **options)
+        return dropless.explain(cfg, tokens, h, "H200", param_dtype=jnp.bfloat16)
+
+    # Mixtral-8x7B is bound by its products: twice the rate, whatever is quantised.
+    told = choice(8192, 4096, 14336, 8, 2, wgrad_precision="fp8")
+    assert 1.6 < told.fp8.every_call_ratio < told.fp8.prepared_ratio < 2
+    assert "even where every call" in str(told)
+    # One row an expert is bound by the weights, and quantising them moves four bytes an element.
+    told = choice(128, 2048, 1024, 128, 1)
+    assert told.fp8.every_call_ratio < 1 < told.fp8.prepared_ratio
+    assert "only with experts prepared once" in str(told)
+    # By hand: all weights, read as bfloat16, written twice as codes.
+    moved = 3 * 128 * 2048 * 1024 * 4
+    assert told.fp8.fp8_prepare_seconds == pytest.approx(moved / 4.8e12)
+    assert told.fp8.bf16_prepare_seconds == 0
+    cfg = dropless.MoEConfig(num_experts=4, expert_dim=64)
+    assert dropless.explain(cfg, 16, 64, "cpu").fp8 is None
+    assert dropless.explain(cfg, 16, 64, "A100-SXM4-80GB").fp8 is None
 
 
 def test_precision_is_the_layers_own_choice_and_says_why():

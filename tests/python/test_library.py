@@ -278,7 +278,8 @@ def test_absent_row_map_of_no_rows_is_still_a_map():
             jax.ShapeDtypeStruct((2, 3, 5), jax.numpy.float32),
             jax.ShapeDtypeStruct((0,), jax.numpy.float32),
             jax.ShapeDtypeStruct(
-                (_library.workspace_bytes("grouped_wgrad", 0, 3, 4),), jax.numpy.uint8
+                (_library.workspace_bytes("grouped_wgrad", 0, 3, 1, 5, 2, 1, 0, 4),),
+                jax.numpy.uint8,
             ),
         ],
     )

@@ -176,7 +176,7 @@ def fp8_wgrad(x, dy, offsets):
     operands = [x, dy[:, None, :], None, offsets, None, None]
     results = [(shape, jnp.float32), None]
     attributes = {"gather": 0, "experts_per_token": 1, "fp8": 1, "scale_rounding": 0}
-    workspace = (0, 0, x.dtype.itemsize)
+    workspace = (x.shape[0], x.shape[1], 1, dy.shape[1], shape[0], 0, 1, x.dtype.itemsize)
     return np.asarray(
         call("grouped_wgrad", results, operands, workspace=workspace, **attributes)[0]
     )

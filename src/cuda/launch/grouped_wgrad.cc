@@ -1,16 +1,55 @@
+#include "cuda/launch/grouped_wgrad_fp8_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/quantize_columns.h"
 
 namespace dropless::cuda {
+namespace {
+
+// Quantises both operands into the workspace, gathered on the way, and multiplies them.
+Status grouped_wgrad_fp8(const GroupedWgradArgs& args, int64_t rows, const Tensor& workspace,
+                         Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check_workspace(
+      "grouped_wgrad", workspace, grouped_wgrad_workspace_bytes(args), kWorkspaceAlignment));
+  const int64_t experts = args.dw[0].dims[0];
+  auto* next = static_cast<uint8_t*>(workspace.data);
+  const auto quantize = [&](const ConstTensor& operand, int64_t planes, int64_t width, bool gather,
+                            const uint8_t** codes, const float** scales) {
+    const BlockedOperand blocked(rows, experts, planes, width);
+    QuantizeColumnsArgs columns;
+    columns.x = operand;
+    columns.x.rank = 3;
+    columns.x.dims[1] = planes;
+    columns.x.dims[2] = width;
+    if (gather) columns.slot_of_row = args.slot_of_row;
+    columns.offsets = args.offsets;
+    columns.rows = rows;
+    columns.experts_per_token = args.experts_per_token;
+    columns.scale_rounding = args.scale_rounding;
+    columns.codes = next;
+    next += align_workspace(blocked.code_bytes());
+    columns.scales = reinterpret_cast<float*>(next);
+    next += align_workspace(blocked.scale_bytes());
+    *codes = static_cast<const uint8_t*>(columns.codes);
+    *scales = columns.scales;
+    return quantize_columns(columns, stream);
+  };
+  WgradFp8Scratch scratch;
+  DROPLESS_RETURN_IF_ERROR(quantize(args.x, 1, args.x.dims[1], args.gather == Gather::kLhs,
+                                    &scratch.x, &scratch.x_scale));
+  DROPLESS_RETURN_IF_ERROR(quantize(args.dy, args.dy.dims[1], args.dy.dims[2],
+                                    args.gather == Gather::kRhs, &scratch.dy, &scratch.dy_scale));
+  return launch_grouped_wgrad_fp8_sm90(args, rows, scratch, 0, stream);
+}
+
+}  // namespace
 
 Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   if (args.dw[0].size() == 0) return Status();
-  DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("grouped_wgrad", args.x.dtype));
-  if (args.fp8) {
-    return Status(StatusCode::kUnimplemented,
-                  "grouped_wgrad: fp8 has no kernel on this GPU yet; bfloat16 has");
-  }
+  // The quantiser takes float32 operands too.
+  DROPLESS_RETURN_IF_ERROR(
+      check_sm90_bf16("grouped_wgrad", args.fp8 ? DType::kBF16 : args.x.dtype));
   const int64_t rows = (args.gather == Gather::kLhs ? args.dy : args.x).dims[0];
   DROPLESS_RETURN_IF_ERROR(check_count("grouped_wgrad", "M", rows));
   if (rows == 0) {
@@ -18,6 +57,7 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     DROPLESS_RETURN_IF_ERROR(zero_async("grouped_wgrad", args.dw[0], stream));
     return zero_async("grouped_wgrad", args.dw[1], stream);
   }
+  if (args.fp8) return grouped_wgrad_fp8(args, rows, workspace, stream);
   GroupedWgradArgs contiguous = args;
   const bool left = args.gather == Gather::kLhs;
   const int64_t other_cols = left ? args.dy.dims[1] * args.dy.dims[2] : args.x.dims[1];

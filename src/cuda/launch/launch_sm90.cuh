@@ -20,11 +20,16 @@ inline Status cuda_status(cudaError_t error, const char* what) {
   return Status(StatusCode::kInternal, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-inline Status make_result(const MatrixStack& stack, const char* name, ResultMatrix* result) {
+// A result that is stored without the copy engine: its map stays unset.
+inline void set_result(const MatrixStack& stack, ResultMatrix* result) {
   result->data = static_cast<uint8_t*>(const_cast<void*>(stack.data));
   result->row_bytes = stack.row_bytes;
   result->plane_bytes = stack.plane_bytes;
   result->cols = static_cast<int>(stack.cols);
+}
+
+inline Status make_result(const MatrixStack& stack, const char* name, ResultMatrix* result) {
+  set_result(stack, result);
   return encode_tensor_map(stack, kChunk, name, &result->map);
 }
 

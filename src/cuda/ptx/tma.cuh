@@ -36,6 +36,16 @@ __device__ __forceinline__ void tma_load_multicast(void* smem, const CUtensorMap
       : "memory");
 }
 
+// `bytes` contiguous bytes -> shared memory, all three multiples of 16; completes on `barrier`.
+__device__ __forceinline__ void bulk_load(void* smem, const void* from, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(smem)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int column,
                                           int row, int plane) {
   asm volatile(

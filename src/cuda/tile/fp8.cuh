@@ -49,20 +49,25 @@ __device__ inline uint8_t encode_e4m3(float value, float inverse) {
   return finite ? code : uint8_t{0x7F};
 }
 
-// Codes of four values, the first in the lowest byte.
-__device__ inline uint32_t encode_e4m3x4(float a, float b, float c, float d, float inverse) {
+// Codes of four finite values, the first in the lowest byte; two codes an instruction.
+__device__ inline uint32_t encode_finite_e4m3x4(float a, float b, float c, float d, float inverse) {
 #if __CUDA_ARCH__ >= 890
-  // Two codes an instruction; the rare word with a value that is not finite is made one by one.
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(
+      make_float2(__fmul_rn(a, inverse), __fmul_rn(b, inverse)), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t high = __nv_cvt_float2_to_fp8x2(
+      make_float2(__fmul_rn(c, inverse), __fmul_rn(d, inverse)), __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
+#else
+  return uint32_t{encode_e4m3(a, inverse)} | uint32_t{encode_e4m3(b, inverse)} << 8 |
+         uint32_t{encode_e4m3(c, inverse)} << 16 | uint32_t{encode_e4m3(d, inverse)} << 24;
+#endif
+}
+
+// Codes of four values; the rare word with one that is not finite is made one by one.
+__device__ inline uint32_t encode_e4m3x4(float a, float b, float c, float d, float inverse) {
   const bool finite =
       fabsf(a) < INFINITY && fabsf(b) < INFINITY && fabsf(c) < INFINITY && fabsf(d) < INFINITY;
-  if (finite) {
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(
-        make_float2(__fmul_rn(a, inverse), __fmul_rn(b, inverse)), __NV_SATFINITE, __NV_E4M3);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(
-        make_float2(__fmul_rn(c, inverse), __fmul_rn(d, inverse)), __NV_SATFINITE, __NV_E4M3);
-    return low | high << 16;
-  }
-#endif
+  if (finite) return encode_finite_e4m3x4(a, b, c, d, inverse);
   return uint32_t{encode_e4m3(a, inverse)} | uint32_t{encode_e4m3(b, inverse)} << 8 |
          uint32_t{encode_e4m3(c, inverse)} << 16 | uint32_t{encode_e4m3(d, inverse)} << 24;
 }

@@ -1,0 +1,95 @@
+"""The FP8 weight gradient through XLA: a GPU against the CPU's emulation of the same target.
+
+Codes are equal, so results differ by the order and the width of sums. Skipped without a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_gpu_ops import GPU, assert_same_bits, normal, on_both
+
+from dropless import _library
+from dropless._call import call
+
+pytestmark = pytest.mark.skipif(
+    GPU is None or GPU.compute_capability != "9.0", reason="no Hopper GPU"
+)
+
+SIZES = {
+    "ragged": (0, 1, 127, 128, 129, 300, 63),
+    "i_every_size": tuple(range(1, 131)),
+    "b1_empty": (0, 0, 0),
+    "b9_one": (0, 700, 0),
+}
+# H, I: odd ones too, which the copy engine cannot address.
+WIDTHS = [(272, 144), (129, 67)]
+
+
+def wgrad(x, dy, slots, offsets, *, k, gather, dtype, rounding):
+    m, planes = slots.shape[0], dy.shape[1]
+    shape = (offsets.shape[0] - 1, x.shape[1], dy.shape[2])
+    return call(
+        "grouped_wgrad",
+        [(shape, dtype), (shape, dtype) if planes == 2 else None],
+        [x, dy, slots, offsets, None, None],
+        workspace=(m, x.shape[1], planes, dy.shape[2], shape[0], gather, 1, x.dtype.itemsize),
+        gather=gather,
+        experts_per_token=k,
+        fp8=1,
+        scale_rounding=rounding,
+    )[:planes]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("gather", [0, 1, 2])
+@pytest.mark.parametrize("name", SIZES)
+def test_i_d6_weight_gradient(name, gather, widths):
+    sizes, k, before, after = SIZES[name], 3, 7, 5
+    offsets = before + np.concatenate([[0], np.cumsum(sizes)])
+    m = -(-(int(offsets[-1]) + after) // k) * k
+    slots = np.full(m, -1)
+    order = np.random.default_rng(0).permutation(m)
+    slots[offsets[0] : offsets[-1]] = order[: offsets[-1] - offsets[0]]
+    planes = 1 if gather == 2 else 2
+    x = normal(1, (m // k if gather == 1 else m, widths[0]), jnp.bfloat16)
+    dy = normal(2, (m // k if gather == 2 else m, planes, widths[1]), jnp.bfloat16)
+    dtype = jnp.bfloat16 if gather == 1 else jnp.float32
+
+    def run(x, dy, slots, offsets):
+        return wgrad(x, dy, slots, offsets, k=k, gather=gather, dtype=dtype, rounding=gather % 2)
+
+    arguments = (x, dy, jnp.asarray(slots, jnp.int32), jnp.asarray(offsets, jnp.int32))
+    for got, want in zip(*reversed(on_both(run, *arguments)), strict=True):
+        got, want = np.float64(got), np.float64(want)
+        for e, size in enumerate(sizes):
+            if size == 0:
+                assert not got[e].any() and not want[e].any()
+                continue
+            # Tensor cores cut each of a block's 128 + 4 addends to 2^-13 of the largest; then the
+            # result is rounded to its type.
+            rms = np.sqrt(np.mean(want[e] ** 2))
+            result = 2.0**-7 if dtype == jnp.bfloat16 else 2.0**-22
+            bound = np.sqrt(132) * 2.0**-13 * rms + result * np.abs(want[e])
+            assert np.all(np.abs(got[e] - want[e]) <= bound)
+
+
+def test_g1_the_same_bits_every_time():
+    offsets = jnp.asarray([0, 300, 300, 1000], jnp.int32)
+    x, dy = normal(3, (1000, 272), jnp.bfloat16), normal(4, (1000, 1, 144), jnp.bfloat16)
+    slots = jnp.arange(1000, dtype=jnp.int32)
+
+    def run(x, dy, slots, offsets):
+        return wgrad(x, dy, slots, offsets, k=1, gather=0, dtype=jnp.float32, rounding=0)
+
+    first = on_both(run, x, dy, slots, offsets)[1]
+    for _ in range(20):
+        assert_same_bits(on_both(run, x, dy, slots, offsets)[1], first)
+
+
+def test_workspace_is_m_and_a_block_an_expert():
+    m, h, i, e = 1000, 272, 144, 9
+    blocks = m // 128 + e
+    want = blocks * (384 + 2 * 256) * (128 + 4)
+    assert _library.workspace_bytes("grouped_wgrad", m, h, 2, i, e, 0, 1, 2) == want
