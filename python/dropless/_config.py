@@ -181,7 +181,8 @@ class MoEConfig:
         round. With ``overflow="drop"``, an expert takes at most
         ``ceil(expert_capacity_factor * T * K / E)`` assignments and drops the rest.
       overflow: ``"rounds"`` never drops; ``"drop"`` is the classic capacity layer.
-      wgrad_precision: with ``precision="fp8"``, of the weight gradients' operands.
+      wgrad_precision: with ``precision="fp8"``, of the weight gradients' operands. ``"fp8"`` is not
+        faster on an H200, since both operands have to be quantised again (docs/gpu_fp8.md).
       save_h: how the pre-activations are kept for the backward pass: ``"bf16"``, or ``"fp8"`` at
         half the memory. Where the operands are float32 they are kept in float32: asking for
         ``"f32"`` and ``"fp8"`` at once is an error, but ``"auto"`` may choose float32 on a CPU.
