@@ -70,9 +70,10 @@ def test_workspaces_are_those_of_the_program(precision, dtype):
         for size in re.findall(r"tensor<(\d+)xui8>", line.split("->")[-1])
     )
     assert made == sorted((array.name, array.bytes) for array in told.workspaces)
-    # In FP8 the weight gradients have codes and fp32 scales of x and dh, or of pa and dy, in M/128 + E
-    # blocks of 128 rows; else a copy of x in the rows' order, and of dy, padded to 256 bytes. The
-    # other products gather rows as they load them, and dp is one fp32 sum a row and 128 columns.
+    # In FP8 the weight gradients have codes and fp32 scales of x and dh, or of pa and dy, in
+    # M/128 + E blocks of 128 rows; else a copy of x in the rows' order, and of dy, padded to 256
+    # bytes. The other products gather rows as they load them, and dp is one fp32 sum a row and 128
+    # columns.
     sizes = dict(made)
     assert sizes["expert_up"] == 0
     columns = -(-cfg.expert_dim // 128)
