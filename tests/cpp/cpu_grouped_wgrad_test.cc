@@ -1,28 +1,14 @@
 #include <gtest/gtest.h>
 
 #include "dropless/grouped_gemm.h"
-#include "tests/cpp/support/array.h"
-#include "tests/cpp/support/compare.h"
 #include "tests/cpp/support/cpu_kernels.h"
-#include "tests/cpp/support/groups.h"
-#include "tests/cpp/support/wgrad.h"
+#include "tests/cpp/support/grouped_products.h"
 
 namespace dropless::testing {
 namespace {
 
 void expect_equal_to_reference(const Wgrad& wgrad, const Groups& groups, Executor& pool) {
-  Array got[2] = {wgrad.old[0], wgrad.old[1]};
-  Array again[2] = {wgrad.old[0], wgrad.old[1]};
-  Array expected[2] = {wgrad.old[0], wgrad.old[1]};
-  EXPECT_OK(cpu::grouped_wgrad(wgrad.args(got), serial_executor()));
-  EXPECT_OK(cpu::grouped_wgrad(wgrad.args(again), pool));
-  EXPECT_OK(reference::grouped_wgrad(wgrad.args(expected)));
-  for (int64_t p = 0; p < wgrad.c.planes; ++p) {
-    EXPECT_TRUE(got[p].same_bits(again[p])) << "one thread and four differ";
-    expect_experts_close(
-        got[p], expected[p], rounded_to(wgrad.c.result) + fp32_sum(longest_group(groups)),
-        groups.name + " plane " + std::to_string(p) + " " + name_of(wgrad.c.dtype));
-  }
+  expect_wgrad(wgrad, groups, OnCpu{serial_executor()}, OnCpu{pool});
 }
 
 class CpuGroupedWgrad : public CpuKernelTest {};

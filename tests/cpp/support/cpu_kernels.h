@@ -9,7 +9,8 @@
 
 #include "cpu/gemm_kernel.h"
 #include "dropless/executor.h"
-#include "tests/cpp/support/groups.h"
+#include "dropless/experts.h"
+#include "dropless/grouped_gemm.h"
 
 namespace dropless::testing {
 
@@ -37,5 +38,20 @@ class CpuKernelTest : public ::testing::TestWithParam<std::string> {
 inline std::string kernel_of(const ::testing::TestParamInfo<std::string>& info) {
   return info.param;
 }
+
+// Runs a product on the CPU.
+struct OnCpu {
+  Executor& executor;
+
+  Status operator()(const GroupedGemmArgs& a) const { return cpu::grouped_gemm(a, executor); }
+  Status operator()(const GroupedWgradArgs& a) const { return cpu::grouped_wgrad(a, executor); }
+  Status operator()(const ExpertUpArgs& a) const { return cpu::expert_up(a, executor); }
+  Status operator()(const ExpertDownBackwardArgs& a) const {
+    return cpu::expert_down_backward(a, executor);
+  }
+  Status operator()(const ExpertUpBackwardArgs& a) const {
+    return cpu::expert_up_backward(a, executor);
+  }
+};
 
 }  // namespace dropless::testing
