@@ -15,6 +15,7 @@ from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec, wgrad_workspaces
 from dropless._explain_fp8 import Fp8Choice, moved_by_preparing, moved_by_quantisers
 from dropless._explain_table import table
+from dropless._kernel_choice import kernel_of
 from dropless._params import check_float_dtype
 from dropless._routing import check_rows
 
@@ -259,7 +260,7 @@ def _gemms(
     product, parts = 2 * s.m * s.h * s.i, spec.activation.parts
 
     def gemm(name: str, op: str, flops: int, moved: int, kind: str = spec.precision) -> Gemm:
-        kernel, tile, reason = _kernel(op, kind, device)
+        kernel, tile, reason = kernel_of(op, kind, device, s.h, s.i, spec.activation)
         floor = _floor(rates, kind, flops, moved)
         return Gemm(name, kernel, tile, reason, flops, moved, floor)
 
@@ -329,26 +330,6 @@ def _floor(rates: Rates | None, precision: str, flops: int, moved: int) -> float
     if rates is None or precision not in rates.flops:
         return None
     return max(flops / rates.flops[precision], moved / rates.bandwidth)
-
-
-def _kernel(
-    op: str, precision: str, device: jax.Device | NamedDevice
-) -> tuple[str, tuple[int, ...] | None, str]:
-    """Kernel, tile and reason of one op."""
-    if device.platform == "cpu":
-        bf16 = precision != "f32"
-        name, tile = _library.cpu_kernel_tile(bf16=bf16)
-        reason = f"the fastest micro-kernel of this CPU for {'bf16' if bf16 else 'f32'}"
-        if precision == "fp8":
-            reason += "; FP8 is emulated: codes are exact in bf16"
-        return f"{op} on {name}", tile, reason
-    capability = float(getattr(device, "compute_capability", None) or 0)
-    # The wgmma and TMA kernels are compiled for sm_90a, which no other generation runs.
-    arch = "sm90" if 9.0 <= capability < 10.0 else "sm80"
-    stem = "_".join((op, "fp8", arch) if precision == "fp8" else (op, arch))
-    hopper = "Hopper: TMA and wgmma"
-    other = "not Hopper: cp.async and mma.sync, which every GPU since Ampere runs"
-    return stem, None, hopper if arch == "sm90" else other
 
 
 def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:

@@ -223,6 +223,28 @@ def test_g3_group_sum():
         assert_close(gpu, cpu, t)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("h", "i"), [(72, 136), (1, 7), (64, 200), (1416, 40), (23, 1408)])
+def test_a7_ragged_dot_and_its_gradients_at_any_width(h, i, dtype):
+    roundoff = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-24
+    sizes = jnp.asarray([130, 0, 1, 127, 29], jnp.int32)
+
+    def both(lhs, rhs, dy):
+        out, vjp = jax.vjp(lambda lhs, rhs: dropless.ragged_dot(lhs, rhs, sizes), lhs, rhs)
+        return out, *vjp(dy)
+
+    rows = 300  # 13 of no group
+    cpu, gpu = on_both(
+        both,
+        normal(22, (rows, h), dtype),
+        normal(23, (5, h, i), dtype),
+        normal(24, (rows, i), dtype),
+    )
+    for g, c, terms in zip(gpu, cpu, (h, i, 130), strict=True):
+        assert_close(g, c, terms, roundoff)
+    assert not np.any(gpu[0][287:]) and not np.any(gpu[1][287:]) and not np.any(gpu[2][1])
+
+
 @pytest.mark.parametrize("rounding", [0, 1])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_i2_quantisers_have_the_same_bits(rounding, dtype):

@@ -155,6 +155,43 @@ def test_n1_kernels_of_a_gpu_by_name(device, precision, kernel):
     assert told.floor_seconds > 0
 
 
+def test_n1_every_gpu_kernel_has_a_name_and_the_reason_is_the_true_one(monkeypatch):
+    def told(device, precision="bf16", model_dim=H, expert_dim=CFG.expert_dim):
+        cfg = dataclasses.replace(CFG, precision=precision, expert_dim=expert_dim)
+        gemms = dropless.explain(cfg, T, model_dim, device).gemms
+        return [gemm for gemm in gemms if "router" not in gemm.name]
+
+    for gemm in told("H200", "f32"):
+        assert gemm.kernel.endswith("_f32") and gemm.tile == (128, 128, 32)
+        assert "TF32" in gemm.reason
+    for widths in ({"model_dim": 1001}, {"expert_dim": 1001}):
+        for gemm in told("H200", **widths):
+            assert gemm.kernel.endswith("_sm80") and "1001" in gemm.reason
+    assert all("not Hopper" in gemm.reason for gemm in told("A100-SXM4-80GB"))
+    limited = dropless.Activation("silu", slope=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)
+    for activation, moved in (
+        (limited, {"expert_up", "expert_down_backward"}),
+        (
+            dropless.Activation("relu_squared", gated=False),
+            {"expert_up", "expert_down_backward", "expert_up_backward"},
+        ),
+    ):
+        cfg = dataclasses.replace(CFG, activation=activation)
+        gemms = dropless.explain(cfg, T, H, "H200").gemms
+        elsewhere = {g.kernel.removesuffix("_sm80") for g in gemms if g.kernel.endswith("_sm80")}
+        assert elsewhere == moved
+    monkeypatch.setenv("DROPLESS_GPU_PATH", "sm80")
+    for gemm in told("H200"):
+        assert gemm.kernel.endswith("_sm80") and "DROPLESS_GPU_PATH" in gemm.reason
+        assert gemm.tile == (128, 128, 64)
+    assert all(gemm.kernel.endswith("_f32") for gemm in told("H200", "f32"))
+    monkeypatch.setenv("DROPLESS_GPU_PATH", "auto")
+    assert all(gemm.kernel.endswith("_sm90") for gemm in told("H200"))
+    monkeypatch.setenv("DROPLESS_GPU_PATH", "sm70")
+    with pytest.raises(ValueError, match="DROPLESS_GPU_PATH.*sm70"):
+        told("H200")
+
+
 def test_fp8_with_a_bf16_weight_gradient():
     cfg = dataclasses.replace(CFG, precision="fp8")
     kernels = [gemm.kernel for gemm in dropless.explain(cfg, T, H, "H200").backward]

@@ -43,6 +43,11 @@ python() {
     step python_graphs_on 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu
   XLA_FLAGS="--xla_gpu_enable_command_buffer=" \
     step python_graphs_off 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu
+  # The kernels for every GPU, and float32 against the vectors of published models.
+  DROPLESS_GPU_PATH=sm80 \
+    step python_sm80 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_gpu_layer.py
+  step python_golden_f32 300 "$PYTHON" -m pytest -q -p no:cacheprovider -k f32 \
+    tests/python/test_golden.py
 }
 
 sanitizer() {

@@ -2,10 +2,9 @@
 // them to slots.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
+#include "cuda/tile/element.cuh"
 #include "cuda/tile/row_map.cuh"
 
 namespace dropless::cuda {
@@ -15,11 +14,11 @@ namespace dropless::cuda {
 __global__ void __launch_bounds__(256)
     weight_gradient_sum_kernel(const float* row_sums /* [tiles, M] */, const int32_t* slot_of_row,
                                const int32_t* offsets /* [E+1] */, int experts, int tiles, int rows,
-                               float* d_weights /* [T, K] */) {
+                               int slots, float* d_weights /* [T, K] */) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows || row < offsets[0] || row >= offsets[experts]) return;
   const int slot = slot_of_row[row];
-  if (slot < 0) return;
+  if (slot < 0 || slot >= slots) return;
   float sum = 0.0f;
   for (int tile = 0; tile < tiles; ++tile) sum += row_sums[static_cast<int64_t>(tile) * rows + row];
   d_weights[slot] = sum;
@@ -27,16 +26,17 @@ __global__ void __launch_bounds__(256)
 
 // d_weights[slot_of_row[r]] += dot(dy[map.row(r)], bias[e(r)]): what a bias of the down-projection
 // adds. A warp a row.
+template <class T>
 __global__ void __launch_bounds__(256)
-    weight_gradient_bias_kernel(const __nv_bfloat16* dy /* [T, H] */, RowMap map,
+    weight_gradient_bias_kernel(const T* dy /* [T or M, H] */, RowMap map,
                                 const float* bias /* [E, H] */, const int32_t* slot_of_row,
-                                const int32_t* offsets, int experts, int rows, int width,
+                                const int32_t* offsets, int experts, int rows, int slots, int width,
                                 float* d_weights) {
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (row >= rows || row < offsets[0] || row >= offsets[experts]) return;
   const int slot = slot_of_row[row];
   const int64_t from = map.row(row);
-  if (slot < 0 || from < 0) return;
+  if (slot < 0 || slot >= slots || from < 0) return;
   int low = 0,
       high = experts;  // the last expert whose first row is not past `row`, empty ones skipped
   while (high - low > 1) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
   }
   float sum = 0.0f;
   for (int i = lane; i < width; i += 32) {
-    sum += __bfloat162float(dy[from * width + i]) * bias[static_cast<int64_t>(low) * width + i];
+    sum += to_float(dy[from * width + i]) * bias[static_cast<int64_t>(low) * width + i];
   }
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (lane == 0) d_weights[slot] += sum;

@@ -1,8 +1,8 @@
 #include "cuda/kernels/epilogue_dswiglu.cuh"
 #include "cuda/kernels/grouped_gemm_sm90.cuh"
-#include "cuda/kernels/weight_gradient_sum.cuh"
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/launch_sm90.cuh"
+#include "cuda/launch/weight_gradient.h"
 
 namespace dropless::cuda {
 namespace {
@@ -58,27 +58,6 @@ Status launch_product(const ExpertDownBackwardArgs& args, float* row_sums, Strea
                            stream);
 }
 
-Status launch_d_weights(const ExpertDownBackwardArgs& args, const float* row_sums, int tiles,
-                        Stream stream) {
-  cudaError_t error = cudaMemsetAsync(args.d_weights.data, 0, args.d_weights.bytes(), stream);
-  if (error != cudaSuccess) return cuda_status(error, "cudaMemsetAsync");
-  constexpr int kThreads = 256;
-  const int m = static_cast<int>(args.h.dims[0]), experts = static_cast<int>(args.down.dims[0]);
-  weight_gradient_sum_kernel<<<static_cast<unsigned>(ceil_div(m, kThreads)), kThreads, 0, stream>>>(
-      row_sums, args.slot_of_row.as<int32_t>(), args.offsets.as<int32_t>(), experts, tiles, m,
-      args.d_weights.as<float>());
-  if (args.down_bias.given()) {
-    weight_gradient_bias_kernel<<<static_cast<unsigned>(ceil_div(m, kThreads / 32)), kThreads, 0,
-                                  stream>>>(
-        args.dy.as<__nv_bfloat16>(),
-        RowMap{args.slot_of_row.as<int32_t>(), Divisor::of(args.weights.dims[1]),
-               static_cast<int>(args.dy.dims[0])},
-        args.down_bias.as<float>(), args.slot_of_row.as<int32_t>(), args.offsets.as<int32_t>(),
-        experts, m, static_cast<int>(args.dy.dims[1]), args.d_weights.as<float>());
-  }
-  return cuda_status(cudaGetLastError(), "weight_gradient_sum");
-}
-
 }  // namespace
 
 Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, float* row_sums,
@@ -94,12 +73,14 @@ Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, floa
     case ActivationKind::kGeluTanh:
       status = launch_product<ActivationKind::kGeluTanh>(args, row_sums, stream);
       break;
-    default:  // check_activation_kernel has refused what has no epilogue
+    default:  // sm90_has_activation: no other comes here
       break;
   }
   if (!status.ok()) return status;
   const int tiles = static_cast<int>(ceil_div(args.down.dims[1], kDownBackwardTileCols));
-  return launch_d_weights(args, row_sums, tiles, stream);
+  const RowMap map = {args.slot_of_row.as<int32_t>(), Divisor::of(args.weights.dims[1]),
+                      static_cast<int>(args.dy.dims[0])};
+  return launch_weight_gradient(args, args.dy, map, row_sums, tiles, stream);
 }
 
 }  // namespace dropless::cuda

@@ -1,24 +1,28 @@
 #include "cuda/launch/experts_sm90.h"
+#include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_sm80.h"
 
 namespace dropless::cuda {
 
 Status expert_up(const ExpertUpArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  const int64_t rows = args.a.dims[0], width = args.a.dims[1], model = args.x.dims[1];
+  const int64_t rows = args.a.dims[0], width = args.a.dims[1];
   if (rows == 0 || width == 0) return Status();
-  DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("expert_up", args.x.dtype));
-  DROPLESS_RETURN_IF_ERROR(check_activation_kernel("expert_up", args.activation));
+  ProductPath path;
+  DROPLESS_RETURN_IF_ERROR(choose_path(
+      "expert_up", args.x.dtype,
+      {args.x, args.gate, args.up, args.gate_bias, args.up_bias, args.h, args.a}, &path));
+  if (path == ProductPath::kSm90 && !sm90_has_activation(args.activation)) {
+    path = ProductPath::kSm80;
+  }
   DROPLESS_RETURN_IF_ERROR(check_count("expert_up", "M", rows));
-  const bool biased = args.gate_bias.given() || args.up_bias.given();
-  if (args.gate.dims[0] == 0 || (model == 0 && !biased)) {
+  if (args.gate.dims[0] == 0) {
     DROPLESS_RETURN_IF_ERROR(zero_async("expert_up", args.h, stream));
     return zero_async("expert_up", args.a, stream);
   }
-  if (model == 0) {
-    return Status(StatusCode::kUnimplemented,
-                  "expert_up: H = 0 with a bias has no CUDA kernel; leave the biases out");
-  }
+  if (path == ProductPath::kSm80) return launch_expert_up_sm80(args, stream);
+  if (path == ProductPath::kF32) return launch_expert_up_f32(args, stream);
   return launch_expert_up_sm90(args, stream);
 }
 

@@ -1,6 +1,8 @@
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/grouped_gemm_sm90.h"
+#include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_sm80.h"
 
 namespace dropless::cuda {
 
@@ -8,15 +10,17 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args, Tensor, Stream strea
   DROPLESS_RETURN_IF_ERROR(check(args));
   const int64_t rows = args.dh.dims[0], width = args.dh.dims[2];
   if (args.dx_rows.size() == 0) return Status();
-  DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("expert_up_backward", args.dh.dtype));
+  ProductPath path;
+  DROPLESS_RETURN_IF_ERROR(choose_path("expert_up_backward", args.dh.dtype,
+                                       {args.dh, args.gate, args.up, args.dx_rows}, &path));
   DROPLESS_RETURN_IF_ERROR(check_count("expert_up_backward", "M", rows));
-  if (!args.up.given()) {
-    return Status(StatusCode::kUnimplemented,
-                  "expert_up_backward: gated=False has no CUDA kernel yet");
-  }
+  // The sm_90 launch takes two matrices; experts without a gate have one.
+  if (path == ProductPath::kSm90 && !args.up.given()) path = ProductPath::kSm80;
   if (args.gate.dims[0] == 0 || width == 0) {
     return zero_async("expert_up_backward", args.dx_rows, stream);
   }
+  if (path == ProductPath::kSm80) return launch_expert_up_backward_sm80(args, stream);
+  if (path == ProductPath::kF32) return launch_expert_up_backward_f32(args, stream);
   const int tile = grouped_gemm_sm90_tile(2 * width, args.dx_rows.dims[1]);
   return launch_expert_up_backward_sm90(args, tile, stream);
 }

@@ -56,7 +56,7 @@ Status launch_expert_up_major(const ExpertUpArgs& args, Stream stream) {
       return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGelu>(args, stream);
     case ActivationKind::kGeluTanh:
       return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGeluTanh>(args, stream);
-    default:  // check_activation_kernel has refused what has no epilogue
+    default:  // sm90_has_activation: no other comes here
       break;
   }
   return launch_expert_up_tile<Tile, kMajor, ActivationKind::kSilu>(args, stream);

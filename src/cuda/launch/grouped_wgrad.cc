@@ -1,6 +1,8 @@
 #include "cuda/launch/grouped_wgrad_fp8_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
+#include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_sm80.h"
 #include "cuda/launch/quantize_columns.h"
 
 namespace dropless::cuda {
@@ -47,9 +49,14 @@ Status grouped_wgrad_fp8(const GroupedWgradArgs& args, int64_t rows, const Tenso
 Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   if (args.dw[0].size() == 0) return Status();
-  // The quantiser takes float32 operands too.
-  DROPLESS_RETURN_IF_ERROR(
-      check_sm90_bf16("grouped_wgrad", args.fp8 ? DType::kBF16 : args.x.dtype));
+  ProductPath path = ProductPath::kSm90;
+  if (args.fp8) {
+    // The quantiser takes float32 operands too.
+    DROPLESS_RETURN_IF_ERROR(check_sm90_bf16("grouped_wgrad", DType::kBF16));
+  } else {
+    DROPLESS_RETURN_IF_ERROR(choose_path("grouped_wgrad", args.x.dtype,
+                                         {args.x, args.dy, args.dw[0], args.dw[1]}, &path));
+  }
   const int64_t rows = (args.gather == Gather::kLhs ? args.dy : args.x).dims[0];
   DROPLESS_RETURN_IF_ERROR(check_count("grouped_wgrad", "M", rows));
   if (rows == 0) {
@@ -58,6 +65,8 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     return zero_async("grouped_wgrad", args.dw[1], stream);
   }
   if (args.fp8) return grouped_wgrad_fp8(args, rows, workspace, stream);
+  if (path == ProductPath::kSm80) return launch_grouped_wgrad_sm80(args, stream);
+  if (path == ProductPath::kF32) return launch_grouped_wgrad_f32(args, stream);
   GroupedWgradArgs contiguous = args;
   const bool left = args.gather == Gather::kLhs;
   const int64_t other_cols = left ? args.dy.dims[1] * args.dy.dims[2] : args.x.dims[1];

@@ -40,17 +40,9 @@ inline Status check_sm90_bf16(const char* op, DType dtype) {
   return Status();
 }
 
-// The epilogues at hand are those of gated SiLU and GELU without limits.
-inline Status check_activation_kernel(const char* op, const ActivationOptions& activation) {
-  const char* argument = activation.gated ? nullptr : "gated=False";
-  if (activation.kind > ActivationKind::kGeluTanh) argument = "activation (relu, relu_squared)";
-  if (activation.gated && !activation.plain()) {
-    argument = "activation with a slope, a limit or an offset";
-  }
-  if (argument == nullptr) return Status();
-  return Status(StatusCode::kUnimplemented, std::string(op) + ": " + argument +
-                                                " has no CUDA kernel yet; silu, gelu and gelu_tanh "
-                                                "of gated experts have");
+// The sm_90 epilogues are those of gated SiLU and GELU without limits.
+inline bool sm90_has_activation(const ActivationOptions& activation) {
+  return activation.plain() && activation.kind <= ActivationKind::kGeluTanh;
 }
 
 // Tiles count rows and columns in 32 bits; the copy engine takes 32-bit coordinates.

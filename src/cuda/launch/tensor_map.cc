@@ -46,16 +46,14 @@ Status check_tma(const MatrixStack& stack, const char* name) {
     return Status(StatusCode::kUnimplemented,
                   std::string(name) + ": expected a 16-byte-aligned base address, got one at " +
                       std::to_string(reinterpret_cast<uintptr_t>(stack.data) % align) +
-                      " bytes past a boundary; the predicated-load kernel for such arrays is not"
-                      " there yet");
+                      " bytes past a boundary; the sm80 kernels take such arrays");
   }
   if (stack.row_bytes % align != 0 || stack.plane_bytes % align != 0) {
     return Status(StatusCode::kUnimplemented,
                   std::string(name) + ": expected rows of a multiple of 16 bytes (" +
                       std::to_string(align / size_of(stack.dtype)) + " elements of " +
                       name_of(stack.dtype) + "), got a last dimension of " +
-                      std::to_string(stack.cols) +
-                      "; the predicated-load kernel for such sizes is not there yet");
+                      std::to_string(stack.cols) + "; the sm80 kernels take such sizes");
   }
   return Status();
 }

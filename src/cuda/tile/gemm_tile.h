@@ -12,6 +12,9 @@
 
 namespace dropless::cuda {
 
+// Which axis of an operand is contiguous: the contraction, or its rows (columns).
+enum class Major { kK, kMn };
+
 // bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA
 // box. Also the contraction depth of a pipeline stage.
 inline constexpr int kChunk = 64;

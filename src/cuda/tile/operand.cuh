@@ -10,9 +10,6 @@
 
 namespace dropless::cuda {
 
-// Which axis of an operand is contiguous: the contraction, or its rows (columns).
-enum class Major { kK, kMn };
-
 // Which operand's rows are looked up one by one and copied by the loading threads
 // (gathered_rows.cuh) instead of the copy engine.
 enum class Gathered { kNone, kLhs, kRhs };

@@ -29,11 +29,16 @@ struct RowMap {
   int tokens = 0;  // T
 
   // Row r itself, or the token of its slot; -1 if there is none.
-  __device__ __forceinline__ int row(int r) const {
-    if (slot_of_row == nullptr) return r;
-    const int slot = __ldg(slot_of_row + r);
-    const int token = experts_per_token.divide(slot < 0 ? 0 : slot);
-    return slot < 0 || token >= tokens ? -1 : token;
+  __device__ __forceinline__ int row(int r) const { return resolve(look_up(r)); }
+
+  // The same in two steps, so that a load and its use can stand apart.
+  __device__ __forceinline__ int look_up(int r) const {
+    return slot_of_row == nullptr ? r : __ldg(slot_of_row + r);
+  }
+  __device__ __forceinline__ int resolve(int found) const {
+    if (slot_of_row == nullptr) return found;
+    const int token = experts_per_token.divide(found < 0 ? 0 : found);
+    return found < 0 || token >= tokens ? -1 : token;
   }
 };
 
