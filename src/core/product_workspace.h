@@ -5,7 +5,7 @@
 
 namespace dropless::cuda {
 
-// Columns of a tile of expert_down_backward: each tile leaves a partial sum a row.
+// Columns of the narrowest tile of expert_down_backward: each tile leaves a partial sum a row.
 inline constexpr int64_t kDownBackwardTileCols = 128;
 
 }  // namespace dropless::cuda

@@ -192,12 +192,12 @@ void bench_down_backward(const Layer& layer) {
   args.d_weights = d_weights;
   float* row_sums = sums.as<float>();
   std::vector<Timed> timed;
-  const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
+  const std::vector<std::string> names = tile_names<cuda::ExpertDownBackwardSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back(
         {names[tile],
          2.0 * layer.rows * layer.model * layer.width,
-         [=] { require(cuda::launch_expert_down_backward_sm90(args, row_sums, nullptr)); },
+         [=] { require(cuda::launch_expert_down_backward_sm90(args, tile, row_sums, nullptr)); },
          {}});
   }
   print("down_backward", layer.name, timed);

@@ -205,7 +205,7 @@ void check_down_backward(const Case& c) {
     want_dw[order[r]] = static_cast<float>(sum);
   }
   Array sums(DType::kF32, {ceil_div(width, cuda::kDownBackwardTileCols), c.rows});
-  const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertDownBackwardSm90Tile>>();
+  const std::vector<std::string> names = tile_names<cuda::ExpertDownBackwardSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     Array dh(DType::kBF16, {c.rows, 2, width}), pa(DType::kBF16, {c.rows, width});
     Array d_weights(DType::kF32, {tokens, kExpertsPerToken});
@@ -220,7 +220,7 @@ void check_down_backward(const Case& c) {
     args.dh = dh;
     args.pa = pa;
     args.d_weights = d_weights;
-    require(cuda::launch_expert_down_backward_sm90(args, sums.as<float>(), nullptr));
+    require(cuda::launch_expert_down_backward_sm90(args, tile, sums.as<float>(), nullptr));
     HARNESS_CUDA(cudaDeviceSynchronize());
     expect_close("down_backward dh " + c.name + " " + names[tile], dh, want_dh);
     expect_close("down_backward pa " + c.name + " " + names[tile], pa, want_pa);

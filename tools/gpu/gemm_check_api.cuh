@@ -77,7 +77,9 @@ inline void check_api(const Case& c, int experts_per_token) {
   down_args.pa = pa;
   down_args.d_weights = dp;
   Array sums(DType::kF32, {ceil_div(width, cuda::kDownBackwardTileCols), c.rows});
-  require(cuda::launch_expert_down_backward_sm90(down_args, sums.as<float>(), nullptr));
+  require(cuda::launch_expert_down_backward_sm90(
+      down_args, cuda::expert_down_backward_sm90_tile(c.rows, experts, width), sums.as<float>(),
+      nullptr));
   GroupedWgradArgs up_wgrad, down_wgrad;
   up_wgrad.x = matrix(x.rows);
   up_wgrad.dy = dh;

@@ -3,68 +3,100 @@
 //   dh_gate = p dA' act'(h_gate) h_up,  dh_up = p dA' act(h_gate),  pA = p act(h_gate) h_up,
 // and the sum of dA' * A over this tile's columns, the tile's share of p's gradient.
 //
-// 64 columns at a time, each warp turns its 16 rows of dA' around in shared memory, so that a lane
-// holds 8 adjacent columns of a row: h is read and results are written 16 bytes at a time. The loop
-// over these steps is not unrolled: copies of its body would not fit the instruction cache.
+// The work goes in steps of 64 rows x 32 columns. The copy engine brings h in boxes of that size,
+// the first ones while the tile is still being multiplied; ldmatrix reads them in the layout of the
+// accumulators, stmatrix puts dh where h was, and the copy engine takes it away. So nothing is
+// turned around, no address is computed for an element, and no load is waited for.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
 #include "cuda/ptx/matrix_move.cuh"
 #include "cuda/tile/activation.cuh"
+#include "cuda/tile/result.cuh"
 
 namespace dropless::cuda {
 
-// bf16 [planes, M, cols] in device memory; bases and strides are multiples of 16 bytes.
-struct RowMatrix {
-  uint8_t* data;
-  int64_t row_bytes;
-  int64_t plane_bytes;
-  int cols;
-};
-
-// Shared memory of one warpgroup: a warp has 16 rows of 64 fp32 of dA', and 16 rows of 128 bytes of
-// each of gate and up, where a lane reads only what it has loaded itself.
+// Shared memory of one warpgroup: three pairs of boxes for gate and up, two boxes for pA, a weight
+// a row.
 class DswigluStaging {
  public:
-  static constexpr int kWarpRows = 16;
-  static constexpr int kWarpBytes = kWarpRows * (256 + 128 + 128);
-  static constexpr int kBytes = 4 * kWarpBytes;
+  using BoxType = Box<64>;
+  static constexpr int kPairs = 3;
+  static constexpr int kRows = 128;
+  static constexpr int kPaOffset = kPairs * 2 * BoxType::kBytes;
+  static constexpr int kWeightsOffset = kPaOffset + 2 * BoxType::kBytes;
+  static constexpr int kBarrierOffset = kWeightsOffset + kRows * 4;
+  static constexpr int kBytes = (kBarrierOffset + kPairs * 8 + 1023) / 1024 * 1024;
 
-  __device__ DswigluStaging(uint8_t* buffers, int)
-      : lane_(threadIdx.x % 32),
-        first_row_(threadIdx.x % kWarpgroup / 32 * kWarpRows),
-        products_(ptx::shared_address(buffers) + threadIdx.x % kWarpgroup / 32 * kWarpBytes) {}
+  __device__ DswigluStaging(uint8_t* buffers, int warpgroup)
+      : buffers_(buffers),
+        thread_(threadIdx.x % kWarpgroup),
+        barrier_(kWarpgroupBarrier + warpgroup),
+        fragment_(ptx::shared_address(buffers) + BoxType::fragment_offset(thread_)) {}
 
-  __device__ __forceinline__ int lane() const { return lane_; }
-  // The warp's first row in a block of 64.
-  __device__ __forceinline__ int first_row() const { return first_row_; }
-
-  // Address of 16-byte unit `unit` (of 16) of row `row` of dA'. Swizzled so that neither the
-  // fragments' 8-byte writes nor the rows' 16-byte reads meet in a bank.
-  __device__ __forceinline__ uint32_t product(int row, int unit) const {
-    return products_ + row * 256 + ((unit ^ (unit >> 3) ^ ((row & 3) << 1)) << 4);
+  __device__ static void init(uint8_t* buffers) {
+    for (int i = 0; i < kPairs; ++i) ptx::mbarrier_init(full(buffers) + i, 1);
   }
-  // The 16 bytes of gate (matrix 0) or up (1) that this lane has in its i-th row.
-  __device__ __forceinline__ uint32_t operand(int i, int matrix) const {
-    return products_ + kWarpRows * 256 + matrix * kWarpRows * 128 + i * 512 + lane_ * 16;
+
+  __device__ __forceinline__ int thread() const { return thread_; }
+  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(barrier_, kWarpgroup); }
+  // Box `matrix` (gate, up) of pair `pair`, and box `which` of pA.
+  __device__ __forceinline__ uint8_t* h(int pair, int matrix) const {
+    return buffers_ + (2 * pair + matrix) * BoxType::kBytes;
   }
-  __device__ __forceinline__ void finish() const {}
+  __device__ __forceinline__ uint8_t* pa(int which) const {
+    return buffers_ + kPaOffset + which * BoxType::kBytes;
+  }
+  // Address of this lane's 16 bytes of columns 16 half .. in a box.
+  __device__ __forceinline__ uint32_t fragment(const uint8_t* box, int half) const {
+    return (fragment_ ^ (half * 32)) + static_cast<uint32_t>(box - buffers_);
+  }
+
+  // One thread.
+  __device__ __forceinline__ void load(const CUtensorMap* map, int pair, int col, int row) const {
+    uint64_t* barrier = full(buffers_) + pair;
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * BoxType::kBytes);
+    ptx::tma_load(h(pair, 0), map, barrier, col, row, 0);
+    ptx::tma_load(h(pair, 1), map, barrier, col, row, 1);
+  }
+  __device__ __forceinline__ void await(int pair) {
+    ptx::mbarrier_wait(full(buffers_) + pair, phases_ >> pair & 1);
+    phases_ ^= 1u << pair;
+  }
+
+  __device__ __forceinline__ void set_weight(int row, float weight) const {
+    reinterpret_cast<float*>(buffers_ + kWeightsOffset)[row] = weight;
+  }
+  __device__ __forceinline__ float weight(int row) const {
+    return reinterpret_cast<const float*>(buffers_ + kWeightsOffset)[row];
+  }
+
+  __device__ __forceinline__ void finish() const {
+    if (thread_ == 0) ptx::tma_store_wait_read<0>();
+  }
 
  private:
-  int lane_;
-  int first_row_;
-  uint32_t products_;
+  __device__ static __forceinline__ uint64_t* full(uint8_t* buffers) {
+    return reinterpret_cast<uint64_t*>(buffers + kBarrierOffset);
+  }
+
+  uint8_t* buffers_;
+  int thread_;
+  int barrier_;
+  uint32_t fragment_;
+  uint32_t phases_ = 0;
 };
 
 template <ActivationKind kActivation>
 class DswigluEpilogue {
  public:
   static constexpr int kMatrices = 1;
+  template <class Tile>
   using Staging = DswigluStaging;
   struct Params {
-    RowMatrix h;                 // planes gate, up of [M, I]; read only
-    RowMatrix dh;                // as h
-    RowMatrix pa;                // [M, I]
+    CUtensorMap h;               // planes gate, up of [M, I]
+    ResultMatrix dh;             // as h
+    ResultMatrix pa;             // [M, I]
     float* row_sums;             // [column tiles, M]
     const float* weights;        // [T, K]
     const int32_t* slot_of_row;  // [M]
@@ -73,55 +105,63 @@ class DswigluEpilogue {
 
   __device__ explicit DswigluEpilogue(const Params& params) : params_(params) {}
 
+  // Before the tile is multiplied: its rows' weights, and its first boxes of h.
+  template <int kRows, int kCols>
+  __device__ __forceinline__ void prepare(const RowTile& tile, int row, int rows,
+                                          DswigluStaging& staging) const {
+    const int thread = staging.thread();
+    staging.sync();  // the last tile's rows have been copied out of their boxes
+    if (thread < kRows) {
+      const int slot = thread < rows ? __ldg(params_.slot_of_row + row + thread) : -1;
+      staging.set_weight(thread, slot >= 0 ? __ldg(params_.weights + slot) : 0.0f);
+    }
+    if (thread == 0) {
+      ptx::tma_store_wait_read<0>();
+#pragma unroll
+      for (int step = 0; step < DswigluStaging::kPairs; ++step) {
+        load_step<kCols>(step, tile, row, rows, staging);
+      }
+    }
+  }
+
   template <int kRowTiles, int kAll>
   __device__ __forceinline__ void store(float (&acc)[kRowTiles][kAll], const RowTile& tile, int row,
-                                        int rows, Staging& staging) const {
-    constexpr int kCols = 2 * kAll, kChunks = kCols / kChunk;
-    const int steps = (rows + kChunk - 1) / kChunk * kChunks;
-    // This lane's rows of a block of 64 are first, first + 4, first + 8 and first + 12.
-    const int first = staging.first_row() + staging.lane() / 8;
-    const int lane_col = tile.col + staging.lane() % 8 * 8;
-    float p[kLaneRows], sum[kLaneRows];
-    const uint32_t h_row = static_cast<uint32_t>(params_.h.row_bytes);
-    const uint32_t pa_row = static_cast<uint32_t>(params_.pa.row_bytes);
+                                        int rows, DswigluStaging& staging) const {
+    constexpr int kCols = 2 * kAll, kSteps = kCols / kBoxCols;  // of a block of 64 rows
+    const int lane = staging.thread() % 32;
+    const int lane_row = staging.thread() / 32 * 16 + lane / 4;  // and 8 more
+    staging.sync();                                              // the weights are there
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      load_h_row(i, params_.h.data + row * params_.h.row_bytes,
-                 (first + 4 * i) * h_row + lane_col * 2,
-                 first + 4 * i < rows && lane_col < params_.h.cols, staging);
-    }
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      const int block = step / kChunks, chunk = step - block * kChunks;
-      const int block_row = row + block * kChunk, block_rows = rows - block * kChunk;
-      if (chunk == 0) load_weights(block_row, block_rows, first, p, sum);
-      __syncwarp();  // the last step has read its products
+    for (int block = 0; block < kRowTiles; ++block) {
+      if (rows <= block * kChunk) continue;
+      const int first = row + block * kChunk, present = min(rows - block * kChunk, kChunk);
+      const float p[2] = {staging.weight(block * kChunk + lane_row),
+                          staging.weight(block * kChunk + lane_row + 8)};
+      float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int s = 0; s < kRowTiles * kChunks; ++s) {
-        if (step == s) write_products(acc[s / kChunks], s % kChunks * 32, staging);
-      }
-      __syncwarp();
-      ptx::copy_async_wait();
-      const int next = step + 1, next_block = next / kChunks;
-      const int col = lane_col + chunk * kChunk;
-      const int next_col = lane_col + (next - next_block * kChunks) * kChunk;
-      const int next_rows = next_col < params_.h.cols ? rows - next_block * kChunk : 0;
-      uint8_t* dh = params_.dh.data + block_row * params_.dh.row_bytes;
-      uint8_t* pa = params_.pa.data + block_row * params_.pa.row_bytes;
-      const uint8_t* next_h = params_.h.data + (row + next_block * kChunk) * params_.h.row_bytes;
+      for (int chunk = 0; chunk < kSteps; ++chunk) {
+        const int step = block * kSteps + chunk, pair = step % DswigluStaging::kPairs;
+        const int col = tile.col + chunk * kBoxCols;
+        uint8_t* pa = staging.pa(step % 2);
+        if (col < params_.pa.cols) {
+          staging.await(pair);
 #pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        const uint32_t r = first + 4 * i;
-        const bool present = static_cast<int>(r) < block_rows && col < params_.h.cols;
-        sum[i] += differentiate(i, dh + (r * h_row + col * 2), pa + (r * pa_row + col * 2), p[i],
-                                present, staging);
-        if (next < steps) {
-          load_h_row(i, next_h, r * h_row + next_col * 2, static_cast<int>(r) < next_rows, staging);
+          for (int half = 0; half < 2; ++half) {
+            differentiate(&acc[block][chunk * 16 + half * 8], p, sum,
+                          staging.fragment(staging.h(pair, 0), half),
+                          staging.fragment(staging.h(pair, 1), half), staging.fragment(pa, half));
+          }
+          ptx::fence_proxy_async();
         }
+        // What the last step stored has left its boxes: they are free after the barrier.
+        if (staging.thread() == 0) ptx::tma_store_wait_read<0>();
+        staging.sync();
+        if (staging.thread() == 0 && step > 0) {
+          load_step<kCols>(step + DswigluStaging::kPairs - 1, tile, row, rows, staging);
+        }
+        if (col < params_.pa.cols) send(staging, pair, pa, col, first, present);
       }
-      if (chunk == kChunks - 1) {
-        store_sums(tile.col / kCols, block_row, block_rows, first, sum, staging.lane());
-      }
+      store_sums(tile.col / kCols, first, present, lane_row, sum, lane);
     }
   }
 
@@ -132,97 +172,82 @@ class DswigluEpilogue {
   }
 
  private:
-  static constexpr int kLaneRows = 4;
+  static constexpr int kBoxCols = DswigluStaging::BoxType::kCols<__nv_bfloat16>;
 
-  __device__ __forceinline__ void load_weights(int row, int rows, int first, float (&p)[kLaneRows],
-                                               float (&sum)[kLaneRows]) const {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const bool present = first + 4 * i < rows;
-      const int slot = present ? __ldg(params_.slot_of_row + row + first + 4 * i) : -1;
-      p[i] = slot >= 0 ? __ldg(params_.weights + slot) : 0.0f;
-      sum[i] = 0.0f;
+  // One thread: asks for h of a step that exists.
+  template <int kCols>
+  __device__ __forceinline__ void load_step(int step, const RowTile& tile, int row, int rows,
+                                            const DswigluStaging& staging) const {
+    constexpr int kSteps = kCols / kBoxCols;
+    const int block = step / kSteps, col = tile.col + step % kSteps * kBoxCols;
+    if (block * kChunk < rows && col < params_.pa.cols) {
+      staging.load(&params_.h, step % DswigluStaging::kPairs, col, row + block * kChunk);
     }
   }
 
-  // Starts loading this lane's 8 columns of its i-th row of gate and up; `block` is where the block
-  // of 64 rows starts. Within it 32 bits hold any offset.
-  __device__ __forceinline__ void load_h_row(int i, const uint8_t* block, uint32_t offset,
-                                             bool present, const Staging& staging) const {
-    const uint8_t* from = present ? block + offset : params_.h.data;
-    ptx::copy_async_16(staging.operand(i, 0), from, present);
-    ptx::copy_async_16(staging.operand(i, 1), present ? from + params_.h.plane_bytes : from,
-                       present);
-  }
-
-  // Registers from .. from + 31, a fragment of 64 columns, into rows.
-  template <int kAll>
-  __device__ __forceinline__ void write_products(const float (&acc)[kAll], int from,
-                                                 const Staging& staging) const {
-    const int lane = staging.lane();
+  // 16 columns of the warp's 16 rows: gate and up become dh in place.
+  __device__ __forceinline__ void differentiate(const float* d, const float (&p)[2],
+                                                float (&sum)[2], uint32_t gate, uint32_t up,
+                                                uint32_t pa) const {
+    uint32_t g[4], u[4], a[4];
+    ptx::ldmatrix_x4(gate, g);
+    ptx::ldmatrix_x4(up, u);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::store_shared_v2(
-            staging.product(lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-            acc[from + 4 * j + 2 * half], acc[from + 4 * j + 2 * half + 1]);
-      }
-    }
-  }
-
-  // This lane's 8 columns of its i-th row, results to dh and out_pa; returns their share of the
-  // row's sum.
-  __device__ __forceinline__ float differentiate(int i, uint8_t* dh, uint8_t* out_pa, float p,
-                                                 bool present, const Staging& staging) const {
-    const float4 gate = ptx::load_shared_16(staging.operand(i, 0));
-    const float4 up = ptx::load_shared_16(staging.operand(i, 1));
-    const int warp_row = staging.lane() / 8 + 4 * i, unit = staging.lane() % 8 * 2;
-    const float4 low = ptx::load_shared_16(staging.product(warp_row, unit));
-    const float4 high = ptx::load_shared_16(staging.product(warp_row, unit + 1));
-    const float d[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const uint32_t g[4] = {__float_as_uint(gate.x), __float_as_uint(gate.y),
-                           __float_as_uint(gate.z), __float_as_uint(gate.w)};
-    const uint32_t u[4] = {__float_as_uint(up.x), __float_as_uint(up.y), __float_as_uint(up.z),
-                           __float_as_uint(up.w)};
-    uint32_t dg[4], du[4], pa[4];
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float out_g[2], out_u[2], out_a[2];
+    for (int i = 0; i < 4; ++i) {
+      const int row = i % 2;
+      float dg[2], du[2], weighted[2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const float z = __uint_as_float(side == 0 ? g[k] << 16 : g[k] & 0xFFFF0000u);
-        const float v = __uint_as_float(side == 0 ? u[k] << 16 : u[k] & 0xFFFF0000u);
-        const ActivationValue activation = activate_with_derivative<kActivation>(z);
-        const float product = activation.value * v, pd = p * d[2 * k + side];
-        sum += d[2 * k + side] * product;
-        out_g[side] = pd * activation.derivative * v;
-        out_u[side] = pd * activation.value;
-        out_a[side] = p * product;
+        const float z = __uint_as_float(side == 0 ? g[i] << 16 : g[i] & 0xFFFF0000u);
+        const float v = __uint_as_float(side == 0 ? u[i] << 16 : u[i] & 0xFFFF0000u);
+        const GatedValue a_of_h = gated_with_derivatives<kActivation>(z, v);
+        const float product = d[2 * i + side], pd = p[row] * product;
+        sum[row] += product * a_of_h.value;
+        dg[side] = pd * a_of_h.by_gate;
+        du[side] = pd * a_of_h.by_up;
+        weighted[side] = p[row] * a_of_h.value;
       }
-      dg[k] = ptx::pack_bf16(out_g[0], out_g[1]);
-      du[k] = ptx::pack_bf16(out_u[0], out_u[1]);
-      pa[k] = ptx::pack_bf16(out_a[0], out_a[1]);
+      g[i] = ptx::pack_bf16(dg[0], dg[1]);
+      u[i] = ptx::pack_bf16(du[0], du[1]);
+      a[i] = ptx::pack_bf16(weighted[0], weighted[1]);
     }
-    if (present) {
-      *reinterpret_cast<uint4*>(dh) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
-      *reinterpret_cast<uint4*>(dh + params_.dh.plane_bytes) =
-          make_uint4(du[0], du[1], du[2], du[3]);
-      *reinterpret_cast<uint4*>(out_pa) = make_uint4(pa[0], pa[1], pa[2], pa[3]);
-    }
-    return present ? sum : 0.0f;
+    ptx::stmatrix_x4(gate, g[0], g[1], g[2], g[3]);
+    ptx::stmatrix_x4(up, u[0], u[1], u[2], u[3]);
+    ptx::stmatrix_x4(pa, a[0], a[1], a[2], a[3]);
   }
 
-  // A row's sum lies in 8 lanes.
-  __device__ __forceinline__ void store_sums(int col_tile, int row, int rows, int first,
-                                             const float (&sum)[kLaneRows], int lane) const {
-    float* sums = params_.row_sums + static_cast<int64_t>(col_tile) * params_.rows + row;
+  // The step's three boxes to rows first .. first + rows - 1.
+  __device__ __forceinline__ void send(const DswigluStaging& staging, int pair, const uint8_t* pa,
+                                       int col, int first, int rows) const {
+    if (rows >= kChunk) {
+      if (staging.thread() == 0) {
+        ptx::tma_store(&params_.dh.map, staging.h(pair, 0), col, first, 0);
+        ptx::tma_store(&params_.dh.map, staging.h(pair, 1), col, first, 1);
+        ptx::tma_store(&params_.pa.map, pa, col, first, 0);
+        ptx::tma_store_commit();
+      }
+    } else {
+#pragma unroll 1
+      for (int matrix = 0; matrix < 3; ++matrix) {
+        const bool is_pa = matrix == 2;
+        DswigluStaging::BoxType::copy_rows<__nv_bfloat16>(
+            ptx::shared_address(is_pa ? pa : staging.h(pair, matrix)),
+            is_pa ? params_.pa : params_.dh, col, first, is_pa ? 0 : matrix, rows,
+            staging.thread());
+      }
+    }
+  }
+
+  // A row's sum lies in 4 lanes.
+  __device__ __forceinline__ void store_sums(int col_tile, int first, int rows, int lane_row,
+                                             const float (&sum)[2], int lane) const {
+    float* sums = params_.row_sums + static_cast<int64_t>(col_tile) * params_.rows + first;
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
+    for (int i = 0; i < 2; ++i) {
       float total = sum[i];
-      for (int step = 1; step < 8; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-      if (lane % 8 == 0 && first + 4 * i < rows) sums[first + 4 * i] = total;
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (lane % 4 == 0 && lane_row + 8 * i < rows) sums[lane_row + 8 * i] = total;
     }
   }
 

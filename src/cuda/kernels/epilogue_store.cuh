@@ -17,7 +17,8 @@ template <class Out>
 class StoreEpilogue {
  public:
   static constexpr int kMatrices = 1;
-  using Staging = ResultStaging;
+  template <class Tile>
+  using Staging = ResultStagingOf<Tile>;
   struct Params {
     ResultMatrix out;   // [M, N]
     const float* bias;  // [E, N] or null
@@ -25,10 +26,13 @@ class StoreEpilogue {
 
   __device__ explicit StoreEpilogue(const Params& params) : params_(params) {}
 
+  template <int kRows, int kCols, class Staging>
+  __device__ __forceinline__ void prepare(const RowTile&, int, int, Staging&) const {}
+
   // Stores rows `row` .. row + rows - 1 of the tile, in blocks of 64.
-  template <int kRowTiles, int kAll>
+  template <int kRowTiles, int kAll, class Staging>
   __device__ __forceinline__ void store(float (&acc)[kRowTiles][kAll], const RowTile& tile, int row,
-                                        int rows, ResultStaging& staging) const {
+                                        int rows, Staging& staging) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       if (rows > i * kChunk) {
@@ -44,9 +48,9 @@ class StoreEpilogue {
   }
 
  private:
-  template <int kCols>
+  template <int kCols, class Staging>
   __device__ __forceinline__ void store_block(float (&acc)[kCols / 2], const RowTile& tile, int row,
-                                              int rows, ResultStaging& staging) const {
+                                              int rows, Staging& staging) const {
     if (params_.bias != nullptr) add_bias<kCols>(acc, tile, staging.thread() % 4 * 2);
     constexpr int kRegisters = kResultCols<Out> / 2;
 #pragma unroll

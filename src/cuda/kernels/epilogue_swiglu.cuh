@@ -13,7 +13,8 @@ template <ActivationKind kActivation>
 class SwigluEpilogue {
  public:
   static constexpr int kMatrices = 2;
-  using Staging = ResultStaging;
+  template <class Tile>
+  using Staging = ResultStagingOf<Tile>;
   struct Params {
     ResultMatrix h;          // planes gate, up of [M, I]; data is null if h is not wanted
     ResultMatrix a;          // [M, I]
@@ -23,9 +24,12 @@ class SwigluEpilogue {
 
   __device__ explicit SwigluEpilogue(const Params& params) : params_(params) {}
 
-  template <int kAll>
+  template <int kRows, int kCols, class Staging>
+  __device__ __forceinline__ void prepare(const RowTile&, int, int, Staging&) const {}
+
+  template <int kAll, class Staging>
   __device__ __forceinline__ void store(float (&block)[1][kAll], const RowTile& tile, int row,
-                                        int rows, ResultStaging& staging) const {
+                                        int rows, Staging& staging) const {
     constexpr int kCols = 2 * kAll;
     float(&acc)[kAll] = block[0];
     constexpr int kUp = kCols / 4;  // first register of up
@@ -43,7 +47,7 @@ class SwigluEpilogue {
         staging.template send<__nv_bfloat16>(params_.h, col, row, 1, rows);
       }
       staging.write(__nv_bfloat16{}, [&](int i) {
-        return activate<kActivation>(round_bf16(acc[gate + i])) * round_bf16(acc[up + i]);
+        return gated<kActivation>(round_bf16(acc[gate + i]), round_bf16(acc[up + i]));
       });
       staging.template send<__nv_bfloat16>(params_.a, col, row, 0, rows);
     }

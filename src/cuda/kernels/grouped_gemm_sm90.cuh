@@ -43,11 +43,15 @@ class GroupedGemmSm90 {
   using Params = GroupedGemmParams<typename Epilogue::Params>;
   using Ring = Stages<Tile, Major::kK, kRhsMajor, kGathered>;
   static_assert(kGathered != Gathered::kRhs);
-  using Staging = typename Epilogue::Staging;  // of a warpgroup
+  using Staging = typename Epilogue::template Staging<Tile>;  // of a warpgroup
   static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * Staging::kBytes +
                                       Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
   // Columns of one matrix that a tile covers: half of it if gate and up stand side by side.
   static constexpr int kTileCols = Tile::kCols / Epilogue::kMatrices;
+  // Rows of a box of a K-major rhs; MN-major ones have 64 columns. A cluster's blocks load an equal
+  // number of boxes each.
+  static constexpr int kRhsRows =
+      Tile::kCluster == 2 && kTileCols % (2 * kChunk) != 0 ? kTileCols / 2 : kChunk;
   using Scheduler = RowTileScheduler<
       GemmTile<Tile::kRows, kTileCols, Tile::kStages, Tile::kCluster, Tile::kPingpong>>;
 
@@ -59,7 +63,11 @@ class GroupedGemmSm90 {
 
   __device__ void run() {
     const int warpgroup = threadIdx.x / kWarpgroup;
-    if (threadIdx.x == 0) ring_.init();
+    if (threadIdx.x == 0) {
+      Staging::init(staging_);
+      Staging::init(staging_ + Staging::kBytes);
+      ring_.init();
+    }
     if (Tile::kCluster == 1) {
       __syncthreads();
     } else {
@@ -144,7 +152,7 @@ class GroupedGemmSm90 {
   __device__ __forceinline__ void load_rhs(int stage, const RowTile& tile, int plane, int k) {
 #pragma unroll
     for (int matrix = 0; matrix < Epilogue::kMatrices; ++matrix) {
-      load_chunks<kRhsMajor, kTileCols / kChunk, Tile::kCluster>(
+      load_chunks<kRhsMajor, kTileCols / kRhsRows, Tile::kCluster, kRhsRows>(
           ring_.rhs(stage) + matrix * kTileCols * kChunk * 2,
           &params_.rhs[Epilogue::kMatrices == 1 ? plane : matrix], ring_.full + stage, tile.col, k,
           tile.expert, !tile.shares_rows, rank_);
@@ -163,6 +171,9 @@ class GroupedGemmSm90 {
       if (warpgroup == 1) state.advance(blocks);
       int item = first_item() + warpgroup * item_step();
       for (int n = 0; tiles.find(item, tile); item += 2 * item_step(), ++n) {
+        if (tile.rows > 0) {
+          epilogue.template prepare<Tile::kRows, Tile::kCols>(tile, tile.row, tile.rows, staging);
+        }
         ring_.await_turn(warpgroup, n);
         if (tile.rows == 0) {
           ring_.drain(state, blocks, warpgroup, thread);
@@ -190,6 +201,8 @@ class GroupedGemmSm90 {
       ring_.drain(state, blocks, warpgroup, threadIdx.x % kWarpgroup);
       return;
     }
+    epilogue.template prepare<kChunk, Tile::kCols>(tile, tile.row + warpgroup * kChunk,
+                                                   min(rows, kChunk), staging);
     float acc[1][Tile::kCols / 2];
     ring_.multiply(
         acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});

@@ -39,18 +39,18 @@ class GroupedWgradSm90 {
   using Params = GroupedWgradParams;
   using Ring = Stages<Tile, Major::kMn, Major::kMn, kGathered>;
   using Scheduler = WeightTileScheduler<Tile>;
+  using Staging = ResultStagingOf<Tile>;
   // Blocks of 64 rows that one warpgroup works on.
   static constexpr int kRowTiles = Tile::kPingpong ? Tile::kRows / kChunk : 1;
   static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
-  static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes +
-                                      2 * ResultStaging::kBytes +
+  static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * Staging::kBytes +
                                       Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
 
   __device__ GroupedWgradSm90(const Params& params, uint8_t* smem)
       : params_(params),
         rank_(Tile::kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank())),
         staging_(smem + Tile::kStages * Tile::kStageBytes),
-        ring_(smem, staging_ + 2 * ResultStaging::kBytes) {}
+        ring_(smem, staging_ + 2 * Staging::kBytes) {}
 
   __device__ void run() {
     const int warpgroup = threadIdx.x / kWarpgroup;
@@ -152,7 +152,7 @@ class GroupedWgradSm90 {
 
   __device__ void consume(int warpgroup) {
     const int thread = threadIdx.x % kWarpgroup;
-    ResultStaging staging(staging_ + warpgroup * ResultStaging::kBytes, warpgroup);
+    Staging staging(staging_ + warpgroup * Staging::kBytes, warpgroup);
     const Scheduler tiles = scheduler();
     typename Ring::State state;
     WeightTile tile;
@@ -180,7 +180,7 @@ class GroupedWgradSm90 {
   __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int warpgroup,
                                                      int chunk, int blocks,
                                                      typename Ring::State& state,
-                                                     ResultStaging& staging) const {
+                                                     Staging& staging) const {
     const int thread = threadIdx.x % kWarpgroup;
     float acc[kRowTiles][Tile::kCols / 2];
     ring_.multiply(
@@ -201,7 +201,7 @@ class GroupedWgradSm90 {
 
   // Rows `row` .. row + 63 of the weight; the tensor map clips those that do not exist.
   __device__ __forceinline__ void store(float (&acc)[Tile::kCols / 2], const WeightTile& tile,
-                                        int row, ResultStaging& staging) const {
+                                        int row, Staging& staging) const {
     const ResultMatrix& to = params_.dw[tile.plane];
     // The copy engine adds fp32, once to each element; bf16 is added here, before its only
     // rounding.
@@ -216,7 +216,7 @@ class GroupedWgradSm90 {
     }
   }
 
-  __device__ __forceinline__ void store_zero(const WeightTile& tile, ResultStaging& staging) const {
+  __device__ __forceinline__ void store_zero(const WeightTile& tile, Staging& staging) const {
     for (int i = 0; i < kRowTiles; ++i) {
       const int row = tile.row + i * kChunk;
       for (int chunk = 0; chunk < Tile::kCols / kResultCols<Out>; ++chunk) {

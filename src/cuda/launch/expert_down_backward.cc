@@ -36,7 +36,8 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace
     case ProductPath::kSm90:
       break;
   }
-  return launch_expert_down_backward_sm90(args, row_sums, stream);
+  const int tile = expert_down_backward_sm90_tile(rows, args.down.dims[0], args.down.dims[1]);
+  return launch_expert_down_backward_sm90(args, tile, row_sums, stream);
 }
 
 }  // namespace dropless::cuda

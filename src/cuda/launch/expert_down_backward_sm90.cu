@@ -7,18 +7,9 @@
 namespace dropless::cuda {
 namespace {
 
-Status make_rows(const MatrixStack& stack, const char* name, RowMatrix* rows) {
-  rows->data = static_cast<uint8_t*>(const_cast<void*>(stack.data));
-  rows->row_bytes = stack.row_bytes;
-  rows->plane_bytes = stack.plane_bytes;
-  rows->cols = static_cast<int>(stack.cols);
-  return check_tma(stack, name);
-}
-
 // dA' = dy * down^T: down [E, I, H] is K-major as it lies.
-template <ActivationKind kActivation>
-Status launch_product(const ExpertDownBackwardArgs& args, float* row_sums, Stream stream) {
-  using Tile = ExpertDownBackwardSm90Tile;
+template <class Tile, ActivationKind kActivation>
+Status launch_tile(const ExpertDownBackwardArgs& args, float* row_sums, Stream stream) {
   using Epilogue = DswigluEpilogue<kActivation>;
   using Kernel = GroupedGemmSm90<Tile, Major::kK, Epilogue, Gathered::kLhs>;
   const int64_t m = args.h.dims[0], model = args.dy.dims[1];
@@ -28,17 +19,18 @@ Status launch_product(const ExpertDownBackwardArgs& args, float* row_sums, Strea
       make_row_source(args.dy, model, args.slot_of_row, args.weights.dims[1], "dy", &params.source);
   if (status.ok()) {
     status = encode_tensor_map(dense_stack(args.down.data, DType::kBF16, experts, width, model),
-                               kChunk, "down", &params.rhs[0]);
+                               Kernel::kRhsRows, "down", &params.rhs[0]);
   }
   params.rhs[1] = params.rhs[0];
   const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
   MatrixStack dh = h;
   dh.data = args.dh.data;
-  if (status.ok()) status = make_rows(h, "h", &params.epilogue.h);
-  if (status.ok()) status = make_rows(dh, "dh", &params.epilogue.dh);
+  constexpr int kBox = DswigluStaging::BoxType::kRowBytes;
+  if (status.ok()) status = encode_tensor_map(h, kChunk, "h", &params.epilogue.h, kBox);
+  if (status.ok()) status = make_result(dh, "dh", &params.epilogue.dh, kBox);
   if (status.ok()) {
-    status =
-        make_rows(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &params.epilogue.pa);
+    status = make_result(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa",
+                         &params.epilogue.pa, kBox);
   }
   if (!status.ok()) return status;
   params.epilogue.row_sums = row_sums;
@@ -58,26 +50,39 @@ Status launch_product(const ExpertDownBackwardArgs& args, float* row_sums, Strea
                            stream);
 }
 
+template <ActivationKind kActivation>
+Status launch_product(const ExpertDownBackwardArgs& args, int tile, float* row_sums,
+                      Stream stream) {
+  return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    using Launch = Status (*)(const ExpertDownBackwardArgs&, float*, Stream);
+    static constexpr Launch kLaunches[] = {
+        &launch_tile<std::tuple_element_t<kIndex, ExpertDownBackwardSm90Tiles>, kActivation>...};
+    return kLaunches[tile](args, row_sums, stream);
+  }
+  (std::make_index_sequence<std::tuple_size_v<ExpertDownBackwardSm90Tiles>>());
+}
+
 }  // namespace
 
-Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, float* row_sums,
-                                        Stream stream) {
+Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, int tile,
+                                        float* row_sums, Stream stream) {
   Status status;
   switch (args.activation.kind) {
     case ActivationKind::kSilu:
-      status = launch_product<ActivationKind::kSilu>(args, row_sums, stream);
+      status = launch_product<ActivationKind::kSilu>(args, tile, row_sums, stream);
       break;
     case ActivationKind::kGelu:
-      status = launch_product<ActivationKind::kGelu>(args, row_sums, stream);
+      status = launch_product<ActivationKind::kGelu>(args, tile, row_sums, stream);
       break;
     case ActivationKind::kGeluTanh:
-      status = launch_product<ActivationKind::kGeluTanh>(args, row_sums, stream);
+      status = launch_product<ActivationKind::kGeluTanh>(args, tile, row_sums, stream);
       break;
     default:  // sm90_has_activation: no other comes here
       break;
   }
   if (!status.ok()) return status;
-  const int tiles = static_cast<int>(ceil_div(args.down.dims[1], kDownBackwardTileCols));
+  const int tiles =
+      static_cast<int>(ceil_div(args.down.dims[1], expert_down_backward_sm90_cols(tile)));
   const RowMap map = {args.slot_of_row.as<int32_t>(), Divisor::of(args.weights.dims[1]),
                       static_cast<int>(args.dy.dims[0])};
   return launch_weight_gradient(args, args.dy, map, row_sums, tiles, stream);

@@ -28,9 +28,10 @@ inline void set_result(const MatrixStack& stack, ResultMatrix* result) {
   result->cols = static_cast<int>(stack.cols);
 }
 
-inline Status make_result(const MatrixStack& stack, const char* name, ResultMatrix* result) {
+inline Status make_result(const MatrixStack& stack, const char* name, ResultMatrix* result,
+                          int box_bytes = 128) {
   set_result(stack, result);
-  return encode_tensor_map(stack, kChunk, name, &result->map);
+  return encode_tensor_map(stack, kChunk, name, &result->map, box_bytes);
 }
 
 // Rows of `matrix` [T, width] in the order of the groups: row r is that of token slot_of_row[r] /

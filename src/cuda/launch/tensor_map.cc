@@ -58,8 +58,8 @@ Status check_tma(const MatrixStack& stack, const char* name) {
   return Status();
 }
 
-Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name,
-                         CUtensorMap* map) {
+Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name, CUtensorMap* map,
+                         int box_bytes) {
   if (Status status = check_tma(stack, name); !status.ok()) return status;
   if (encoder() == nullptr) {
     return Status(StatusCode::kInternal,
@@ -70,12 +70,13 @@ Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* nam
                                static_cast<cuuint64_t>(stack.planes)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stack.row_bytes),
                                  static_cast<cuuint64_t>(stack.plane_bytes)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size_of(stack.dtype)),
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / size_of(stack.dtype)),
                              static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
   const CUresult result =
       encoder()(map, map_type(stack.dtype), 3, const_cast<void*>(stack.data), sizes, strides, box,
-                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status();
   return Status(StatusCode::kInternal, std::string(name) +

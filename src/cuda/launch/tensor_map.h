@@ -28,9 +28,9 @@ MatrixStack dense_stack(const void* data, DType dtype, int64_t planes, int64_t r
 // bytes. `name` is the argument the message speaks of.
 Status check_tma(const MatrixStack& stack, const char* name);
 
-// A map with axes (column, row, plane) and a box of 128 bytes x box_rows x 1, swizzled by 128
-// bytes; what lies outside the stack reads as 0 and is not written.
-Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name,
-                         CUtensorMap* map);
+// A map with axes (column, row, plane) and a box of box_bytes x box_rows x 1, swizzled by box_bytes
+// (64 or 128); what lies outside the stack reads as 0 and is not written.
+Status encode_tensor_map(const MatrixStack& stack, int box_rows, const char* name, CUtensorMap* map,
+                         int box_bytes = 128);
 
 }  // namespace dropless::cuda

@@ -15,6 +15,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, uint32_t r0, 
       : "memory");
 }
 
+// The reverse: register i of lane l gets row l / 4, columns 2(l % 4) + {0, 1} of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t smem_address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_v2(uint32_t smem_address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
 }

@@ -54,23 +54,26 @@ struct OperandLayout {
 };
 
 // Loads kChunks chunks whose first row (column) is `mn` and whose first contraction element is `k`.
-// In a cluster, if `shared`, this block loads its half of them for both blocks.
-template <Major kMajor, int kChunks, int kCluster>
+// In a cluster, if `shared`, this block loads its half of them for both blocks. K-major chunks may
+// have another number of rows than 64, a multiple of 8: kWidth.
+template <Major kMajor, int kChunks, int kCluster, int kWidth = kChunk>
 __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* map,
                                             uint64_t* barrier, int mn, int k, int plane,
                                             bool shared, int rank) {
   static_assert(kChunks % kCluster == 0);
+  static_assert(kMajor == Major::kK || kWidth == kChunk);
   constexpr int kShare = kChunks / kCluster;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     const int chunk = kCluster > 1 && shared ? i + rank * kShare : i;
     if (kCluster > 1 && shared && i >= kShare) break;
-    const int at = mn + chunk * kChunk;
+    const int at = mn + chunk * kWidth;
     const int column = kMajor == Major::kK ? k : at, row = kMajor == Major::kK ? at : k;
     if (kCluster > 1 && shared) {
-      ptx::tma_load_multicast(smem + chunk * kChunkBytes, map, barrier, column, row, plane, 3);
+      ptx::tma_load_multicast(smem + chunk * kWidth * kChunk * 2, map, barrier, column, row, plane,
+                              3);
     } else {
-      ptx::tma_load(smem + chunk * kChunkBytes, map, barrier, column, row, plane);
+      ptx::tma_load(smem + chunk * kWidth * kChunk * 2, map, barrier, column, row, plane);
     }
   }
 }
@@ -153,6 +156,15 @@ struct Stages {
     const uint64_t lhs_base = Lhs::descriptor(lhs(0) + chunk * kChunkBytes);
     const uint64_t rhs_base = Rhs::descriptor(rhs(0));
     int previous = 0;
+    // In turns, the epilogue of one tile needs its registers: one that the first product overwrites
+    // without being set here would count as read by it, hence as occupied from tile to tile.
+    if constexpr (Tile::kPingpong) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kRegisters; ++j) acc[i][j] = 0.0f;
+      }
+    }
     for (int block = 0; block < blocks; ++block) {
       ptx::mbarrier_wait(full + state.stage, state.phase);
       // The copy engine writes as wgmma reads, through the asynchronous proxy; threads do not.
@@ -166,7 +178,7 @@ struct Stages {
         for (int i = 0; i < kRowTiles; ++i) {
           ptx::wgmma<kLhsMajor == Major::kMn, kRhsMajor == Major::kMn>(
               acc[i], lhs_base + offset + i * (kChunkBytes / 16) + step * Lhs::kStep,
-              rhs_base + offset + step * Rhs::kStep, block > 0 || step > 0);
+              rhs_base + offset + step * Rhs::kStep, Tile::kPingpong || block > 0 || step > 0);
         }
       }
       ptx::wgmma_commit_group();

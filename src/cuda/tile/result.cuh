@@ -15,8 +15,8 @@
 
 namespace dropless::cuda {
 
-// [planes, rows, cols], rows row_bytes apart and planes plane_bytes apart. The map's box is 64 rows
-// of 128 bytes, swizzled by 128.
+// [planes, rows, cols], rows row_bytes apart and planes plane_bytes apart. The map's boxes are
+// those of the staging buffers that are stored to it.
 struct alignas(128) ResultMatrix {
   CUtensorMap map;
   uint8_t* data;
@@ -25,40 +25,72 @@ struct alignas(128) ResultMatrix {
   int cols;
 };
 
-// Columns of a 128-byte row of results.
-template <class Out>
-inline constexpr int kResultCols = 128 / static_cast<int>(sizeof(Out));
+// A box in shared memory: 64 rows of kRowBytes (64 or 128), swizzled by as many.
+template <int kRowBytes_>
+struct Box {
+  static constexpr int kRowBytes = kRowBytes_;
+  static constexpr int kBytes = kChunk * kRowBytes;
+  static constexpr int kUnits = kRowBytes / 16;  // of 16 bytes a row
+  template <class Out>
+  static constexpr int kCols = kRowBytes / static_cast<int>(sizeof(Out));
 
-// One warpgroup's pair of staging buffers: one is filled while the other is being stored.
+  // Offset of a row's 16-byte unit.
+  __device__ static __forceinline__ uint32_t offset(int row, int unit) {
+    return row * kRowBytes + ((unit ^ (kRowBytes == 128 ? row & 7 : row >> 1 & 3)) << 4);
+  }
+  // Offset that this lane gives to stmatrix_x4 and ldmatrix_x4 for columns 0..15 of the fragment of
+  // bf16 that its warpgroup holds; columns 16n.. are at offset ^ 32n.
+  __device__ static __forceinline__ uint32_t fragment_offset(int thread) {
+    return offset(thread / 32 * 16 + thread % 16, thread % 32 / 16);
+  }
+
+  // The whole warpgroup: copies the box's first `rows` rows with ordinary stores.
+  template <class Out>
+  __device__ static __forceinline__ void copy_rows(uint32_t box, const ResultMatrix& to, int col,
+                                                   int row, int plane, int rows, int thread) {
+    const int unit = thread % kUnits;
+    if (col + unit * (16 / static_cast<int>(sizeof(Out))) >= to.cols) return;
+    uint8_t* out = to.data + plane * to.plane_bytes + row * to.row_bytes +
+                   static_cast<int64_t>(col) * sizeof(Out) + unit * 16;
+#pragma unroll 1
+    for (int r = thread / kUnits; r < rows; r += kWarpgroup / kUnits) {
+      *reinterpret_cast<float4*>(out + r * to.row_bytes) =
+          ptx::load_shared_16(box + offset(r, unit));
+    }
+  }
+};
+
+// One warpgroup's ring of staging buffers: one is filled while others are being stored.
+template <int kRowBytes_, int kBuffers>
 class ResultStaging {
  public:
-  static constexpr int kBytes = 2 * kChunkBytes;
+  static constexpr int kRowBytes = kRowBytes_;
+  using BoxType = Box<kRowBytes>;
+  static constexpr int kBytes = kBuffers * BoxType::kBytes;
+  static_assert(kBuffers >= 2);
 
   __device__ ResultStaging(uint8_t* buffers /* kBytes, 1024-byte aligned */, int warpgroup)
       : buffers_(buffers),
         thread_(threadIdx.x % kWarpgroup),
         barrier_(kWarpgroupBarrier + warpgroup) {}
 
+  __device__ static void init(uint8_t*) {}
   __device__ __forceinline__ int thread() const { return thread_; }
 
-  // Writes 64 rows x 64 columns: value(i) is register i of 32, in wgmma's fragment order.
+  // Writes 64 rows x (kRowBytes / 2) columns: value(i) is register i in wgmma's fragment order.
   template <class Value>
   __device__ __forceinline__ void write(__nv_bfloat16, Value value) {
-    const int lane = thread_ % 32;
-    const int row = thread_ / 32 * 16 + lane % 16;
-    const uint32_t row_address = ptx::shared_address(buffer()) + row * 128;
+    const uint32_t address = ptx::shared_address(buffer()) + BoxType::fragment_offset(thread_);
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const int unit = 2 * pair + lane / 16;  // of 16 bytes
-      ptx::stmatrix_x4(row_address + ((unit ^ (row & 7)) << 4),
-                       ptx::pack_bf16(value(8 * pair), value(8 * pair + 1)),
+    for (int pair = 0; pair < kRowBytes / 32; ++pair) {
+      ptx::stmatrix_x4(address ^ (pair * 32), ptx::pack_bf16(value(8 * pair), value(8 * pair + 1)),
                        ptx::pack_bf16(value(8 * pair + 2), value(8 * pair + 3)),
                        ptx::pack_bf16(value(8 * pair + 4), value(8 * pair + 5)),
                        ptx::pack_bf16(value(8 * pair + 6), value(8 * pair + 7)));
     }
   }
 
-  // Writes 64 rows x 32 columns: value(i) is register i of 16.
+  // Writes 64 rows x (kRowBytes / 4) columns.
   template <class Value>
   __device__ __forceinline__ void write(float, Value value) {
     const int lane = thread_ % 32;
@@ -67,36 +99,38 @@ class ResultStaging {
     for (int half = 0; half < 2; ++half) {
       const int row = thread_ / 32 * 16 + half * 8 + lane / 4;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kRowBytes / 32; ++j) {
         const int unit = 2 * j + lane % 4 / 2;
-        ptx::store_shared_v2(base + row * 128 + ((unit ^ (row & 7)) << 4) + lane % 2 * 8,
+        ptx::store_shared_v2(base + BoxType::offset(row, unit) + lane % 2 * 8,
                              value(4 * j + 2 * half), value(4 * j + 2 * half + 1));
       }
     }
   }
 
   // Sends the buffer to columns col.., rows row.. of which the first `rows` exist, and turns to the
-  // other.
+  // next.
   template <class Out, bool kAdd = false>
   __device__ __forceinline__ void send(const ResultMatrix& to, int col, int row, int plane,
                                        int rows) {
     ptx::fence_proxy_async();
-    // The other buffer's store must have left it before anybody writes there, after this barrier.
-    if (thread_ == 0) ptx::tma_store_wait_read<0>();
+    // The next buffer's store must have left it before anybody writes there, after this barrier.
+    if (thread_ == 0) ptx::tma_store_wait_read<kBuffers - 2>();
     ptx::named_barrier_sync(barrier_, kWarpgroup);
-    if (rows >= kChunk) {
-      if (thread_ == 0 && col < to.cols) {
+    if (rows < kChunk) {
+      BoxType::template copy_rows<Out>(ptx::shared_address(buffer()), to, col, row, plane, rows,
+                                       thread_);
+    }
+    if (thread_ == 0) {
+      if (rows >= kChunk && col < to.cols) {
         if (kAdd) {
           ptx::tma_add(&to.map, buffer(), col, row, plane);
         } else {
           ptx::tma_store(&to.map, buffer(), col, row, plane);
         }
-        ptx::tma_store_commit();
       }
-    } else {
-      copy_rows<Out>(to, col, row, plane, rows);
+      ptx::tma_store_commit();  // also if empty: the wait above counts groups
     }
-    which_ ^= 1;
+    which_ = which_ + 1 == kBuffers ? 0 : which_ + 1;
   }
 
   // Before the block ends: its shared memory must outlive the stores that read it.
@@ -105,26 +139,28 @@ class ResultStaging {
   }
 
  private:
-  __device__ __forceinline__ uint8_t* buffer() const { return buffers_ + which_ * kChunkBytes; }
-
-  template <class Out>
-  __device__ __forceinline__ void copy_rows(const ResultMatrix& to, int col, int row, int plane,
-                                            int rows) const {
-    const int unit = thread_ % 8;
-    if (col + unit * (16 / static_cast<int>(sizeof(Out))) >= to.cols) return;
-    uint8_t* out = to.data + plane * to.plane_bytes + row * to.row_bytes +
-                   static_cast<int64_t>(col) * sizeof(Out) + unit * 16;
-    const uint32_t base = ptx::shared_address(buffer());
-    for (int r = thread_ / 8; r < rows; r += kWarpgroup / 8) {
-      *reinterpret_cast<float4*>(out + r * to.row_bytes) =
-          ptx::load_shared_16(base + r * 128 + ((unit ^ (r & 7)) << 4));
-    }
-  }
+  __device__ __forceinline__ uint8_t* buffer() const { return buffers_ + which_ * BoxType::kBytes; }
 
   uint8_t* buffers_;
   int which_ = 0;
   int thread_;
   int barrier_;
 };
+
+// Shared memory that a block may ask for, less room for barriers.
+inline constexpr int kSharedLimit = 227 * 1024 - 1024;
+// What a tile's stages leave to each of two warpgroups.
+template <class Tile>
+inline constexpr int kStagingLimit = (kSharedLimit - Tile::kStages * Tile::kStageBytes) / 2 / 1024 *
+                                     1024;
+// The staging buffers that fit, at most eight.
+template <class Tile, int kRowBytes = 128>
+using ResultStagingOf = ResultStaging<kRowBytes, (kStagingLimit<Tile> / Box<kRowBytes>::kBytes < 8
+                                                      ? kStagingLimit<Tile> / Box<kRowBytes>::kBytes
+                                                      : 8)>;
+
+// Columns of a 128-byte row of results.
+template <class Out>
+inline constexpr int kResultCols = Box<128>::kCols<Out>;
 
 }  // namespace dropless::cuda
