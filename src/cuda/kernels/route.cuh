@@ -120,23 +120,27 @@ template <int V>
 __device__ void selection_keys(const RouterOptions& options, const TokenScores<V>& token,
                                const float* bias, int num_experts, uint32_t (&keys)[V]) {
   const bool biased = bias != nullptr;
-  const bool scores =
-      router::ranks_scores(options, biased) && options.score != RouterScore::kIdentity;
+  float value[V];
+  // Branches around whole loops: inside, both sides would be computed for every expert.
+  if (!router::ranks_scores(options, biased) || options.score == RouterScore::kIdentity) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = token.logit[j];
+  } else if (options.score == RouterScore::kSoftmax) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = token.score[j] / token.exp_sum;
+  } else if (token.is_scaled_up()) {
+    const float rate = router::exp_rate(options.score);
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = router::exp_nonpositive(rate * token.logit[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = token.score[j];
+  }
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int e = lane_id() + kWarpSize * j;
-    float value = token.logit[j];
-    if (scores) {
-      if (options.score == RouterScore::kSoftmax) {
-        value = token.score[j] / token.exp_sum;
-      } else {
-        const float rate = router::exp_rate(options.score);
-        value =
-            token.is_scaled_up() ? router::exp_nonpositive(rate * token.logit[j]) : token.score[j];
-      }
-    }
-    if (biased && e < num_experts) value += bias[e];
-    keys[j] = e < num_experts ? ordered_key(value) : kNoKey;
+    if (biased && e < num_experts) value[j] += bias[e];
+    keys[j] = e < num_experts ? ordered_key(value[j]) : kNoKey;
   }
   if (options.num_groups > 1) {
     mask_groups(options.num_groups, options.groups_kept, options.group_score_experts,

@@ -87,24 +87,44 @@ __device__ void select_experts(uint32_t (&keys)[V], int experts_per_token, int* 
   __syncwarp();
 }
 
-// Sum, from the largest down, of the values of the `count` largest keys of a warp, one a lane.
-__device__ inline float sum_of_best(uint32_t key, int count) {
-  uint32_t best = __reduce_max_sync(kFullWarp, key);
-  int holders = __popc(__ballot_sync(kFullWarp, key == best));
-  float sum = key_value(best);
-  // Equal keys are added once for each of their lanes.
-  for (int taken = 1; taken < count; ++taken, --holders) {
-    if (holders == 1) {
-      key = key < best ? key : kNoKey;
-      best = __reduce_max_sync(kFullWarp, key);
-      holders = 1 + __popc(__ballot_sync(kFullWarp, key == best));
-    }
-    sum += key_value(best);
-  }
-  return sum;
+// The two largest of a set of keys; of equal ones both count.
+struct BestTwo {
+  uint32_t first = kNoKey;
+  uint32_t second = kNoKey;
+};
+
+__device__ inline BestTwo best_of(const BestTwo& a, const BestTwo& b) {
+  return {max(a.first, b.first), max(min(a.first, b.first), max(a.second, b.second))};
 }
 
-// The same for the keys of experts first .. first + size - 1, wherever lanes hold them.
+// The two largest of each row of 32 keys, row j being every lane's key j: lane l gets those of row
+// l / (32 / V). At every step lanes exchange the rows that they do not keep, so that all rows are
+// reduced in 5 steps together.
+template <int V>
+__device__ BestTwo best_two_of_rows(const uint32_t (&keys)[V]) {
+  BestTwo best[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) best[j].first = keys[j];
+  int rows = V;
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    const bool keeps_upper = (lane_id() & distance) != 0;
+    const int half = rows / 2;
+#pragma unroll
+    for (int j = 0; j < (half > 0 ? half : 1); ++j) {
+      const BestTwo kept = half > 0 && keeps_upper ? best[j + half] : best[j];
+      const BestTwo sent = half > 0 && !keeps_upper ? best[j + half] : best[j];
+      const BestTwo received = {__shfl_xor_sync(kFullWarp, sent.first, distance),
+                                __shfl_xor_sync(kFullWarp, sent.second, distance)};
+      best[j] = best_of(kept, received);
+    }
+    rows = half > 0 ? half : 1;
+  }
+  return best[0];
+}
+
+// Sum, from the largest down, of the values of the `count` largest keys of experts first ..
+// first + size - 1, wherever lanes hold them.
 template <int V>
 __device__ float sum_of_best(const uint32_t (&keys)[V], int first, int size, int count) {
   float sum = 0.0f;
@@ -139,13 +159,12 @@ __device__ void mask_groups(int groups, int groups_kept, int score_experts, uint
   const int size = num_experts / groups;
   const bool is_row = size == kWarpSize;  // group j is every lane's key j
   uint32_t group_key = kNoKey;
-  if (is_row) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (j >= groups) continue;
-      const uint32_t key = ordered_key(sum_of_best(keys[j], score_experts));
-      if (lane == j) group_key = key;
-    }
+  if (is_row && score_experts <= 2) {
+    const BestTwo best = best_two_of_rows(keys);
+    float sum = key_value(best.first);
+    if (score_experts == 2) sum += key_value(best.second);
+    const int holder = lane * (kWarpSize / V);  // of group `lane`, if there is one
+    group_key = __shfl_sync(kFullWarp, ordered_key(sum), holder % kWarpSize);
   } else {
     for (int g = 0; g < groups; ++g) {
       const uint32_t key = ordered_key(sum_of_best(keys, g * size, size, score_experts));
