@@ -44,10 +44,11 @@ class GroupedWgradFp8Sm90 {
   using Params = GroupedWgradFp8Params;
   using Scheduler = WeightTileScheduler<Tile>;
   using State = PipelineState<Tile::kStages>;
+  using Staging = ResultStaging<128, 2>;
   static constexpr int kConsumerWarps = 8;
   static constexpr int kScalesAt = Tile::kStages * Tile::kCodeBytes;
   static constexpr int kStagingAt = kScalesAt + Tile::kStages * Tile::kScaleBytes;
-  static constexpr int kBarriersAt = (kStagingAt + 1023) / 1024 * 1024 + 2 * ResultStaging::kBytes;
+  static constexpr int kBarriersAt = (kStagingAt + 1023) / 1024 * 1024 + 2 * Staging::kBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * Tile::kStages * 8;
 
   __device__ GroupedWgradFp8Sm90(const Params& params, uint8_t* smem)
@@ -122,7 +123,7 @@ class GroupedWgradFp8Sm90 {
   }
 
   __device__ void consume(int warpgroup) {
-    ResultStaging staging(smem_ + kBarriersAt - (2 - warpgroup) * ResultStaging::kBytes, warpgroup);
+    Staging staging(smem_ + kBarriersAt - (2 - warpgroup) * Staging::kBytes, warpgroup);
     const Scheduler tiles = scheduler();
     State state;
     WeightTile tile;
@@ -155,7 +156,7 @@ class GroupedWgradFp8Sm90 {
 
   __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int row, int blocks,
                                                      int warpgroup, State& state,
-                                                     ResultStaging& staging) const {
+                                                     Staging& staging) const {
     float acc[Tile::kRowTiles][Tile::kCols / 2];
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -229,7 +230,7 @@ class GroupedWgradFp8Sm90 {
 
   // Rows `row` .. row + 63 of the weight; the tensor map clips those that do not exist.
   __device__ __forceinline__ void store(float (&acc)[Tile::kCols / 2], const WeightTile& tile,
-                                        int row, ResultStaging& staging) const {
+                                        int row, Staging& staging) const {
     const ResultMatrix& to = params_.dw[tile.plane];
     if (params_.plain) {
       store_plain(acc, to, tile, row);
@@ -249,7 +250,7 @@ class GroupedWgradFp8Sm90 {
   }
 
   __device__ __forceinline__ void store_zero(const WeightTile& tile, int first_row,
-                                             ResultStaging& staging) const {
+                                             Staging& staging) const {
     for (int row = first_row; row < min(params_.rows, tile.row + Tile::kRows); row += kRowStep) {
       if (params_.plain) {
         float zero[Tile::kCols / 2] = {};
