@@ -128,12 +128,13 @@ def glu(options, gate, up):
 
 
 def expert_outputs(x, experts, options):
-    """[T, E, H]: every expert on its row of x [T, E, H]."""
+    """[T, E, H]: every expert on its row of x [T, E, H], or on all rows of x [T, H]."""
+    rows = "th" if x.ndim == 2 else "teh"
 
     def inward(name):
         if name not in experts:
             return None
-        return jnp.einsum("teh,ehi->tei", x, experts[name]) + experts.get(f"{name}_bias", 0.0)
+        return jnp.einsum(f"{rows},ehi->tei", x, experts[name]) + experts.get(f"{name}_bias", 0.0)
 
     a = glu(options, inward("gate"), inward("up"))
     return jnp.einsum("tei,eih->teh", a, experts["down"]) + experts.get("down_bias", 0.0)
