@@ -154,8 +154,7 @@ class Layer {
     }
     d_sums_.data = {kZCoefficient / T, 0.0f};
     must(cpu::route_backward(
-        {RouterOptions(), logits_, ids_, d_weights_, d_prob_sum_, d_sums_, d_logits_},
-        executor_));
+        {RouterOptions(), logits_, ids_, d_weights_, d_prob_sum_, d_sums_, d_logits_}, executor_));
     must(cpu::grouped_gemm({d_logits_, {}, p.router, {}, {}, all_tokens_, true, dx_router_},
                            executor_));
     for (size_t i = 0; i < d.x.data.size(); ++i) d.x.data[i] += dx_router_.data[i];
