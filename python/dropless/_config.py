@@ -333,7 +333,13 @@ def resolve_precision(cfg: MoEConfig, x_dtype: Any, device: jax.Device) -> str:
             f'precision="auto" chose {chosen} for {jnp.dtype(x_dtype).name} inputs on {device}.'
         )
         return chosen
-    if cfg.precision != "fp8" or on_cpu or _has_fp8(device):
+    if cfg.precision != "fp8" or on_cpu:
+        return cfg.precision
+    if _has_fp8(device):
+        warn_once(
+            'precision="fp8": the FP8 kernels of the GPU have not been validated end to end '
+            '(docs/gpu_fp8_gemm.md); precision="bf16" has.'
+        )
         return cfg.precision
     capability = getattr(device, "compute_capability", "unknown")
     problem = (

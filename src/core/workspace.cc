@@ -20,6 +20,13 @@ namespace {
 // Arrays of a workspace start at multiples of 256 bytes.
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 
+// Float8 operands' rows in the rows' order, and their scales. The kernels of other operands gather
+// rows while they load them.
+int64_t copied_rows_bytes(int64_t rows, const ConstTensor& x) {
+  if (x.dtype != DType::kF8E4M3) return 0;
+  return aligned(rows * x.dims[1]) + aligned(rows * ceil_div(x.dims[1], kScaleBlock) * 4);
+}
+
 }  // namespace
 
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmArgs&) { return 0; }
@@ -40,11 +47,15 @@ int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args) {
   return 0;
 }
 
-int64_t expert_up_workspace_bytes(const ExpertUpArgs&) { return 0; }
+int64_t expert_up_workspace_bytes(const ExpertUpArgs& args) {
+  return copied_rows_bytes(args.a.dims[0], args.x);
+}
 
-// A partial sum for each row and tile of columns.
+// A partial sum for each row and tile of columns, after the copied rows.
 int64_t expert_down_backward_workspace_bytes(const ExpertDownBackwardArgs& args) {
-  return aligned(ceil_div(args.h.dims[2], kDownBackwardTileCols) * args.h.dims[0] * 4);
+  const int64_t rows = args.h.dims[0];
+  return copied_rows_bytes(rows, args.dy) +
+         aligned(ceil_div(args.h.dims[2], kDownBackwardTileCols) * rows * 4);
 }
 
 int64_t expert_up_backward_workspace_bytes(const ExpertUpBackwardArgs&) { return 0; }

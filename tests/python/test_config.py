@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -118,10 +119,19 @@ def test_m5_fp8_on_a_gpu_without_it_is_an_error_or_a_warned_fallback():
         assert resolve_precision(fallback, jnp.float32, gpu("8.0")) == "bf16"
     with pytest.raises(ValueError, match="A100"):
         resolve_precision(dataclasses.replace(fallback, strict=True), jnp.float32, gpu("8.0"))
-    assert resolve_precision(cfg, jnp.float32, gpu("9.0")) == "fp8"
     for newer in ("10.0", "12.0"):  # sm_90a runs there no more than on Ampere
         with pytest.raises(ValueError, match=f"needs an NVIDIA Hopper GPU.*capability {newer}"):
             resolve_precision(cfg, jnp.float32, gpu(newer))
+
+
+def test_fp8_on_hopper_warns_once_that_it_is_not_validated(monkeypatch):
+    monkeypatch.setattr("dropless._config._said", set())
+    cfg = dropless.MoEConfig(8, precision="fp8")
+    with pytest.warns(RuntimeWarning, match="not been validated"):
+        resolve_precision(cfg, jnp.float32, gpu("9.0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_precision(cfg, jnp.float32, gpu("9.0")) == "fp8"
 
 
 def test_auto_on_a_gpu_is_bfloat16():

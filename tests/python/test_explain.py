@@ -70,19 +70,24 @@ def test_workspaces_are_those_of_the_program(precision, dtype):
         for size in re.findall(r"tensor<(\d+)xui8>", line.split("->")[-1])
     )
     assert made == sorted((array.name, array.bytes) for array in told.workspaces)
+
+    def padded(size):
+        return -(-size // 256) * 256
+
     # In FP8 the weight gradients have codes and fp32 scales of x and dh, or of pa and dy, in
     # M/128 + E blocks of 128 rows; else a copy of x in the rows' order, and of dy, padded to 256
-    # bytes. The other products gather rows as they load them, and dp is one fp32 sum a row and 128
-    # columns.
+    # bytes. The other products copy rows and scales of x and dy in FP8, else they gather rows as
+    # they load them; dp is one fp32 sum a row and 128 columns.
     sizes = dict(made)
-    assert sizes["expert_up"] == 0
+    rows = padded(T * K * H) + padded(T * K * -(-H // 128) * 4) if precision == "fp8" else 0
+    assert sizes["expert_up"] == rows
     columns = -(-cfg.expert_dim // 128)
-    assert sizes["expert_down_backward"] == -(-T * K * columns * 4 // 256) * 256
+    assert sizes["expert_down_backward"] == rows + padded(T * K * columns * 4)
     if precision == "fp8":
         blocks, columns = T * K // 128 + E, (128 + 2 * 256, 256 + 128)
         wanted = {blocks * width * (128 + 4) for width in columns}
     else:
-        wanted = {-(-T * K * H * {"f32": 4, "bf16": 2}[precision] // 256) * 256}
+        wanted = {padded(T * K * H * {"f32": 4, "bf16": 2}[precision])}
     assert {size for name, size in made if name == "grouped_wgrad"} == wanted
     assert told.workspace_bytes == sum(size for _, size in made)
     assert told.largest_workspace_bytes == max(size for _, size in made)

@@ -1,6 +1,7 @@
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_fp8.h"
 #include "cuda/launch/products_sm80.h"
 
 namespace dropless::cuda {
@@ -8,6 +9,9 @@ namespace dropless::cuda {
 Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   const int64_t rows = args.h.dims[0];
+  if (args.dy.dtype == DType::kF8E4M3 && rows > 0) {
+    return expert_down_backward_fp8(args, workspace, stream);
+  }
   if (rows == 0 || args.down.dims[0] == 0) {
     DROPLESS_RETURN_IF_ERROR(zero_async("expert_down_backward", args.dh, stream));
     DROPLESS_RETURN_IF_ERROR(zero_async("expert_down_backward", args.pa, stream));

@@ -2,6 +2,7 @@
 #include "cuda/launch/grouped_gemm_sm90.h"
 #include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_fp8.h"
 #include "cuda/launch/products_sm80.h"
 
 namespace dropless::cuda {
@@ -10,6 +11,7 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args, Tensor, Stream strea
   DROPLESS_RETURN_IF_ERROR(check(args));
   const int64_t rows = args.dh.dims[0], width = args.dh.dims[2];
   if (args.dx_rows.size() == 0) return Status();
+  if (args.dh.dtype == DType::kF8E4M3) return expert_up_backward_fp8(args, stream);
   ProductPath path;
   DROPLESS_RETURN_IF_ERROR(choose_path("expert_up_backward", args.dh.dtype,
                                        {args.dh, args.gate, args.up, args.dx_rows}, &path));

@@ -1,6 +1,7 @@
 #include "cuda/launch/grouped_gemm_sm90.h"
 #include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
+#include "cuda/launch/products_fp8.h"
 #include "cuda/launch/products_sm80.h"
 
 namespace dropless::cuda {
@@ -9,6 +10,7 @@ Status grouped_gemm(const GroupedGemmArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
   const int64_t rows = args.lhs.dims[0], contraction = args.lhs.dims[1], cols = args.out.dims[1];
   if (rows == 0 || cols == 0) return Status();
+  if (args.lhs.dtype == DType::kF8E4M3) return grouped_gemm_fp8(args, stream);
   ProductPath path;
   DROPLESS_RETURN_IF_ERROR(choose_path("grouped_gemm", args.lhs.dtype,
                                        {args.lhs, args.rhs, args.bias, args.out}, &path));

@@ -23,6 +23,10 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t smem_address, uint32_t (&r)
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_2(uint32_t smem_address, uint16_t value) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem_address), "h"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_v2(uint32_t smem_address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
 }

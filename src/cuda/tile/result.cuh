@@ -76,6 +76,8 @@ class ResultStaging {
 
   __device__ static void init(uint8_t*) {}
   __device__ __forceinline__ int thread() const { return thread_; }
+  // Shared-memory address of the buffer that the next send() takes.
+  __device__ __forceinline__ uint32_t address() const { return ptx::shared_address(buffer()); }
 
   // Writes 64 rows x (kRowBytes / 2) columns: value(i) is register i in wgmma's fragment order.
   template <class Value>
