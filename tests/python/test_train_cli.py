@@ -213,6 +213,20 @@ def test_too_little_memory_is_said_in_words(capsys, tmp_path, text, monkeypatch)
     assert "not enough memory (Unable to allocate 633. GiB); lower --batch-size" in error
 
 
+def test_more_memory_than_any_machine_has_is_said_in_words(capsys, tmp_path, text):
+    huge = ("--expert-dim", 10**12)  # 4 PB a matrix: the allocation itself fails, in XLA
+    arguments = ("--text", text, "--out", tmp_path / "out", *huge)
+    assert main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert "dropless-train: error: there is not enough memory" in error
+    assert "the model's sizes" in error and "Traceback" not in error
+
+
+def test_a_device_is_no_text(capsys, tmp_path):
+    error = refuse(capsys, tmp_path, "--text", "/dev/zero", "--out", tmp_path / "out")
+    assert "/dev/zero is neither a regular file nor a folder" in error
+
+
 def test_the_schedule_does_not_depend_on_where_a_short_run_stops():
     full = settings.PRESETS["tiny"].steps
     assert settings.resolve("tiny", {"steps": 10}).schedule_steps == full

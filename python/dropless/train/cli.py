@@ -140,13 +140,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except UserError as error:
         print(f"dropless-train: error: {error}", file=sys.stderr)
-    except MemoryError as error:
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
         print(
             f"dropless-train: error: there is not enough memory ({error}); lower --batch-size, "
             f"--seq-len or the model's sizes.",
             file=sys.stderr,
         )
     return _USAGE_ERROR
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, or XLA in its own words, found too little memory."""
+    if isinstance(error, MemoryError):
+        return True
+    import jax  # loaded by then: an error of XLA's can come from nowhere else
+
+    said = str(error)
+    words = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(w in said for w in words)
 
 
 def _run(argv: Sequence[str] | None) -> int:

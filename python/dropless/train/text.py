@@ -77,6 +77,8 @@ def read_text(paths: tuple[str, ...], out: pathlib.Path, window_bytes: int) -> T
             found.update(documents)
             skipped += passed_over
         elif path.exists():
+            if not path.is_file():  # a device may have no end, a pipe no writer
+                raise UserError(f"{path} is neither a regular file nor a folder.")
             found[str(path.resolve())] = _read_named_file(path)
         else:
             raise UserError(f"the text file or folder {path} does not exist.")
