@@ -23,6 +23,8 @@ CONFIGS = {
     "mixtral": {"num_local_experts": E, "intermediate_size": I},
     "qwen2_moe": {**NARROW, "shared_expert_intermediate_size": S},
     "qwen3_next": {**NARROW, "shared_expert_intermediate_size": S, "norm_topk_prob": True},
+    "qwen3_5_moe_text": {**NARROW, "shared_expert_intermediate_size": S},
+    "qwen3_5_moe": {**NARROW, "shared_expert_intermediate_size": S},
     "qwen3_moe": {**NARROW, "norm_topk_prob": True},
     "olmoe": WIDE,
     "flex_olmo": WIDE,
@@ -31,7 +33,7 @@ CONFIGS = {
     "deepseek_v32": {**V3, "n_group": 4, "topk_group": 2},
     "kimi_k2": {**V3, "routed_scaling_factor": 2.827},
     "glm4_moe": V3,
-    "dots1": {**V3, "routed_scaling_factor": 2.5},
+    "dots1": {**V3, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     "solar_open": {**V3, "norm_topk_prob": True},
     "afmoe": {**NARROW, "num_shared_experts": 1, "route_scale": 2.826},
     "lfm2_moe": {**NARROW, "norm_topk_prob": True, "use_expert_bias": True},
@@ -55,7 +57,12 @@ CONFIGS = {
         "router_jitter_noise": 0.3,  # wide, so that several logits are near
     },
 }
-ONE_LAYOUT = {"gpt_oss", "granitemoe", "llama4_text", "llama4"}
+LAYOUTS = {
+    "granitemoe": ["fused", "released"],
+    "gpt_oss": ["fused"],
+    "llama4_text": ["fused"],
+    "llama4": ["fused"],
+}
 
 
 def config_of(family):
@@ -63,7 +70,7 @@ def config_of(family):
 
 
 def layouts(family):
-    return ["fused"] if family in ONE_LAYOUT else ["fused", "per_expert"]
+    return LAYOUTS.get(family, ["fused", "per_expert"])
 
 
 def config_only(config):
@@ -127,7 +134,7 @@ def sigmoid(eps, scale, groups=None):
             count, kept = groups
             best = jnp.sort(ranked.reshape(len(z), count, -1), -1)[..., -2:].sum(-1)
             open_groups = jnp.repeat(top(best, kept), E // count, axis=-1)
-            ranked = jnp.where(open_groups > 0, ranked, 0.0)
+            ranked = jnp.where(open_groups > 0, ranked, -jnp.inf)
         w = s * top(ranked)
         return scale * w / (w.sum(-1, keepdims=True) + eps)
 
@@ -162,6 +169,7 @@ ROUTERS = {
     "mixtral": softmax_renormalised,
     "qwen2_moe": softmax_all,
     "qwen3_next": softmax_renormalised,
+    "qwen3_5_moe_text": softmax_renormalised,
     "qwen3_moe": softmax_renormalised,
     "olmoe": softmax_all,
     "flex_olmo": softmax_all,
@@ -237,6 +245,51 @@ def test_block_and_every_gradient_follow_the_published_formulas(family):
             oracle.assert_close(path, gradient, wanted[path], limit, groups=gradient.ndim == 3)
 
 
+@pytest.mark.parametrize(
+    ("family", "missing", "default"),
+    [
+        ("qwen3_next", "norm_topk_prob", True),
+        ("qwen3_moe", "norm_topk_prob", False),
+        ("dots1", "norm_topk_prob", False),
+        ("solar_open", "norm_topk_prob", True),
+        ("lfm2_moe", "norm_topk_prob", True),
+        ("glm4_moe", "routed_scaling_factor", 1.0),
+        ("phimoe", "router_jitter_noise", 0.01),
+        ("gpt_oss", "swiglu_limit", 7.0),
+        ("mixtral", "hidden_act", "silu"),
+    ],
+)
+def test_a_missing_setting_has_the_default_of_the_published_config_class(family, missing, default):
+    config = config_of(family)
+    without = {name: value for name, value in config.items() if name != missing}
+    got = dropless.models.block_config(without)
+    assert got == dropless.models.block_config(without | {missing: default})
+    assert got == dropless.models.block_config(without | {missing: None})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_settings_of_the_rest_of_the_model_change_nothing(family):
+    config = config_of(family)
+    other = {
+        "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}, "num_hidden_layers": 2,
+        "mlp_only_layers": [], "first_k_dense_replace": 1, "torch_dtype": "bfloat16",
+        "architectures": ["ForCausalLM"], "quantization_config": None, "aux_loss_alpha": 1e-3,
+    }  # fmt: skip
+    assert dropless.models.block_config(config | other) == dropless.models.block_config(config)
+
+
+def test_f5_experts_of_other_groups_lose_against_a_negative_bias():
+    """With ranked values below 0 everywhere, a mask of 0 would choose them first."""
+    cfg = config_only(config_of("deepseek_v3"))
+    logits = jnp.asarray(np.random.default_rng(4).standard_normal((31, E)), jnp.float32)
+    routing = dropless.route(logits, cfg, selection_bias=jnp.full(E, -2.0))
+    ranked = 1 / (1 + np.exp(-np.asarray(logits, np.float64))) - 2
+    best = np.sort(ranked.reshape(31, 4, E // 4), -1)[..., -2:].sum(-1)
+    kept = np.argsort(-best, axis=1)[:, :2]
+    for ids, groups in zip(np.asarray(routing.ids), kept, strict=True):
+        assert set(ids // (E // 4)) <= set(groups)
+
+
 def test_a_text_config_inside_a_multimodal_one_is_read():
     config = config_of("llama4_text")
     outer = {"model_type": "llama4", "text_config": config}
@@ -250,6 +303,7 @@ def test_a_text_config_inside_a_multimodal_one_is_read():
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("afmoe", "score_func", "softmax"),
+        ("afmoe", "route_norm", False),
         ("ernie4_5_moe", "use_bias", True),
     ],
 )

@@ -49,7 +49,8 @@ def from_hf(
     """Converts one block of a checkpoint into a config and parameters.
 
     The layouts of the family (docs/models.md) are told apart by the tensors' names. Bits and dtypes
-    are kept, but for FP8 matrices, which become bfloat16; ``prepared_from_hf`` keeps those. NumPy
+    are kept, but for FP8 and MXFP4 matrices, which become bfloat16: MXFP4 exactly, FP8 rounded once
+    (``prepared_from_hf`` keeps its codes). NumPy
     arrays stay NumPy arrays, and JAX arrays (traced ones too) stay JAX arrays. Tensors are looked
     up one at a time: of an ``open_checkpoint`` no more than one is in memory beside the result.
 
@@ -101,6 +102,7 @@ def to_hf(
     config: Mapping[str, Any],
     *,
     layout: str | None = None,
+    prepared: PreparedExperts | None = None,
 ) -> dict[str, Any]:
     """Converts parameters, or their gradients, into a checkpoint's tensors; undoes ``from_hf``.
 
@@ -110,16 +112,21 @@ def to_hf(
       cfg: the block's config.
       params: the parameters of ``dropless.init``, or a pytree of the same structure.
       config: the model's ``config.json``.
-      layout: ``"fused"`` or ``"per_expert"``, where the family has both. None takes the one that
-        the transformers release named by ``config["transformers_version"]`` keeps in memory:
-        ``per_expert`` before 5.0, ``fused`` since, and also where no release is named.
+      layout: ``"fused"`` or ``"per_expert"``, where the family has both (Granite: ``"fused"`` or
+        ``"released"``). None takes the one that the transformers release named by
+        ``config["transformers_version"]`` keeps in memory: ``fused`` since 5.0 and where no release
+        is named, the other one before.
+      prepared: the experts in FP8, of ``prepared_from_hf`` or ``dropless.prepare_experts``. Their
+        codes and ``<name>_scale_inv`` are then written instead of the matrices in ``params``, bit
+        for bit those that ``prepared_from_hf`` read.
 
     Returns:
       Tensors under their names relative to the block.
 
     Raises:
-      ValueError: a family that is not known, a ``cfg`` that is not the one ``config`` describes, or
-        parameters that are missing, left over, or of another shape, listed.
+      ValueError: a family that is not known, a ``cfg`` that is not the one ``config`` describes,
+        parameters that are missing, left over, or of another shape, listed, or ``prepared`` that is
+        not in FP8 or not of this block.
       TypeError: ``cfg`` is no ``MoEConfig``, or ``params`` or ``config`` no mapping.
     """
     name, family, config = _family(config)
@@ -129,7 +136,9 @@ def to_hf(
     if layout not in family.layouts:
         raise ValueError(f"layout: expected one of {list(family.layouts)}, got {layout!r}")
     shapes = _layouts.leaf_shapes(expected, model_dim)
-    return dict(_layouts.write(name, family.layouts[layout], shapes, params))
+    if prepared is not None:
+        _fp8.check_prepared(prepared, shapes)
+    return dict(_layouts.write(name, family.layouts[layout], shapes, params, prepared))
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:

@@ -115,11 +115,16 @@ def _both(
 # ---- Routers
 
 
-def _softmax(renormalize: bool | None, **options: Any) -> Callable[[Config], RouterConfig]:
-    """Softmax over all experts; None: the config says whether the K weights are renormalised."""
+def _softmax(
+    renormalize: bool | None, *, default: bool = False, **options: Any
+) -> Callable[[Config], RouterConfig]:
+    """Softmax over all experts; None: the config says whether the K weights are renormalised.
+
+    ``default`` is what it says where ``norm_topk_prob`` is missing.
+    """
 
     def router(config: Config) -> RouterConfig:
-        by_config = bool(optional(config, "norm_topk_prob", False))
+        by_config = bool(optional(config, "norm_topk_prob", default))
         normalize = by_config if renormalize is None else renormalize
         jitter = float(optional(config, "router_jitter_noise", 0.0))
         return RouterConfig(renormalize=normalize, jitter=jitter, **options)
@@ -132,6 +137,8 @@ def _softmax_of_top_k(**options: Any) -> Callable[[Config], RouterConfig]:
 
 
 def _groups(config: Config, group_score_experts: int) -> dict[str, Any]:
+    # Experts of other groups are out of the question, as in DeepSeek's inference code and in
+    # transformers since 5; older releases ranked them as 0, which wins against a negative bias.
     groups = optional(config, "n_group", 1)
     if groups == 1:
         return {}
@@ -139,7 +146,6 @@ def _groups(config: Config, group_score_experts: int) -> dict[str, Any]:
         "num_groups": groups,
         "groups_kept": size(config, "topk_group"),
         "group_score_experts": group_score_experts,
-        "group_mask": "zero",
     }
 
 
@@ -155,14 +161,18 @@ def _deepseek_v2(config: Config) -> RouterConfig:
 
 
 def _sigmoid_with_bias(
-    *, eps: float = 1e-20, scale: str = "routed_scaling_factor", normalize: str = "norm_topk_prob"
+    *,
+    eps: float = 1e-20,
+    scale: str = "routed_scaling_factor",
+    normalize: str = "norm_topk_prob",
+    default: bool = True,
 ) -> Callable[[Config], RouterConfig]:
     """Sigmoid scores, a selection bias, groups by their two best experts (DeepSeek-V3)."""
 
     def router(config: Config) -> RouterConfig:
         refuse(config, "scoring_func", "this family scores by sigmoid", "sigmoid", "noaux_tc")
         refuse(config, "score_func", "this family scores by sigmoid", "sigmoid")
-        renormalize = bool(optional(config, normalize, True))
+        renormalize = bool(optional(config, normalize, default))
         return RouterConfig(
             score="sigmoid",
             selection_bias=bool(optional(config, "use_expert_bias", True)),
@@ -174,6 +184,11 @@ def _sigmoid_with_bias(
         )
 
     return router
+
+
+def _afmoe(config: Config) -> RouterConfig:
+    refuse(config, "route_norm", "transformers renormalises whatever it says", True)
+    return _sigmoid_with_bias(scale="route_scale", normalize="route_norm")(config)
 
 
 def _ernie(config: Config) -> RouterConfig:
@@ -219,12 +234,19 @@ _INTERMEDIATE = ("intermediate_size",)
 
 _TABLE = (
     Family(("mixtral",), _both(_router(), _W1_W3_W2), _softmax(True), expert_dim=_INTERMEDIATE),
-    Family(
-        ("qwen2_moe", "qwen3_next"),
-        _both(_router(), rest=_QWEN2_SHARED),
-        _softmax(None),
-        shared_dim=_shared_width("shared_expert_intermediate_size"),
-        shared_gate=True,
+    *(
+        Family(
+            names,
+            _both(_router(), rest=_QWEN2_SHARED),
+            router,
+            shared_dim=_shared_width("shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        for names, router in (
+            (("qwen2_moe",), _softmax(None)),
+            (("qwen3_next",), _softmax(None, default=True)),
+            (("qwen3_5_moe_text", "qwen3_5_moe"), _softmax(True)),
+        )
     ),
     Family(("qwen3_moe",), _both(_router()), _softmax(None)),
     Family(("olmoe", "flex_olmo"), _both(_router()), _softmax(None), expert_dim=_INTERMEDIATE),
@@ -234,16 +256,25 @@ _TABLE = (
         _deepseek_v2,
         shared_dim=_shared_count("n_shared_experts"),
     ),
-    Family(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "dots1", "solar_open"),
-        _both(_router(bias=_V3_BIAS), rest=_shared("shared_experts")),
-        _sigmoid_with_bias(),
-        shared_dim=_shared_count("n_shared_experts"),
+    *(
+        Family(
+            names,
+            _both(_router(bias=_V3_BIAS), rest=_shared("shared_experts")),
+            router,
+            shared_dim=_shared_count("n_shared_experts"),
+        )
+        for names, router in (
+            (
+                ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "solar_open"),
+                _sigmoid_with_bias(),
+            ),
+            (("dots1",), _sigmoid_with_bias(default=False)),
+        )
     ),
     Family(
         ("afmoe",),
         _both(_router("router.gate.weight", bias="expert_bias"), rest=_shared("shared_experts")),
-        _sigmoid_with_bias(scale="route_scale", normalize="route_norm"),
+        _afmoe,
         shared_dim=_shared_count("num_shared_experts"),
     ),
     Family(
@@ -295,11 +326,12 @@ _TABLE = (
     Family(
         ("granitemoe",),
         {
-            "fused": (
+            "fused": (*_router("router.weight"), *_FUSED),
+            "released": (
                 *_router("router.layer.weight"),
                 Pair("input_linear.weight", "experts.gate", "experts.up", transposed=True),
                 Copy("output_linear.weight", "experts.down", transposed=True),
-            )
+            ),
         },
         _softmax_of_top_k(),
         expert_dim=_INTERMEDIATE,

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from dropless._config import MoEConfig
-from dropless._params import param_shapes
-from dropless.models import _fp8
+from dropless._params import PreparedExperts, param_shapes
+from dropless.models import _fp8, _mxfp4
 from dropless.models._families import Family, Layout
 from dropless.models._rules import PerExpert, Shapes
 
@@ -37,14 +37,22 @@ def layout_of(family: Family, tensors: Mapping[str, Any]) -> str:
     if odd:
         raise TypeError(f"tensors: expected names, got {odd[0]!r}")
     per_expert = any(_PER_EXPERT_NAME.match(name) for name in tensors)
-    return "per_expert" if per_expert and "per_expert" in family.layouts else "fused"
+    if per_expert and "per_expert" in family.layouts:
+        return "per_expert"
+
+    def known(layout: str) -> int:
+        names = [getattr(rule, "tensor", None) for rule in family.layouts[layout]]
+        return sum(name in tensors for name in names)
+
+    return max((name for name in family.layouts if name != "per_expert"), key=known)
 
 
 def default_layout(family: Family, config: Mapping[str, Any]) -> str:
-    # Release 5.0 of transformers replaced the experts' linears by the fused tensors.
+    # Release 5.0 of transformers replaced the tensors of released files by the fused ones.
     version = re.match(r"\d+", str(config.get("transformers_version") or "5"))
-    old = version is not None and int(version[0]) < 5
-    return "per_expert" if old and "per_expert" in family.layouts else "fused"
+    if version is None or int(version[0]) >= 5:
+        return "fused"
+    return next((name for name in family.layouts if name != "fused"), "fused")
 
 
 def leaf_shapes(cfg: MoEConfig, model_dim: int) -> Shapes:
@@ -63,11 +71,15 @@ def read(
 ) -> dict[str, dict[str, Any]]:
     """Tensors to parameters, after checking that they are exactly those of the layout.
 
-    Tensors are asked for one by one, and not held. FP8 matrices become bfloat16.
+    Tensors are asked for one by one, and not held. FP8 and MXFP4 matrices become bfloat16.
     """
     check_tensors(label, layout, shapes, tensors)
 
     def load(name: str) -> Any:
+        blocks = _mxfp4.blocks_name(name)
+        if blocks in tensors:
+            scales = _as_array(tensors[_mxfp4.scales_name(name)])
+            return _mxfp4.decoded(name, _as_array(tensors[blocks]), scales)
         value = _as_array(tensors[name])
         scale = _fp8.scale_name(name)
         return value if scale not in tensors else _fp8.decoded(value, _as_array(tensors[scale]))
@@ -81,7 +93,7 @@ def read(
 
 
 def check_tensors(label: str, layout: Layout, shapes: Shapes, tensors: Mapping[str, Any]) -> None:
-    """Raises unless the tensors are those of the layout, with their scales where they are FP8."""
+    """Raises unless the tensors are those of the layout, with the scales of FP8 and MXFP4 ones."""
     experts = shapes["experts.gate"][0]
     if any(isinstance(rule, PerExpert) for rule in layout) and len(tensors) < experts:
         # Before the names of all tensors are made: there may be absurdly many.
@@ -91,18 +103,29 @@ def check_tensors(label: str, layout: Layout, shapes: Shapes, tensors: Mapping[s
         )
     expected = _union(rule.tensors(shapes) for rule in rules_of(layout, shapes))
     given = {name: _shape_of(tensors, name) for name in tensors}
-    scales = {}
+    stored: dict[str, tuple[int, ...]] = {}
     for name, shape in expected.items():
         scale = _fp8.scale_name(name)
+        if _mxfp4.blocks_name(name) in given:
+            stored |= _mxfp4.stored_shapes(name, shape)
+            continue
+        stored[name] = shape
         if scale in given or (name in given and _fp8.is_fp8(_dtype_of(tensors, name))):
-            scales[scale] = _fp8.scale_shape(shape)
-    check(f"{label}: tensors", {**expected, **scales}, given)
+            stored[scale] = _fp8.scale_shape(shape)
+    check(f"{label}: tensors", stored, given)
 
 
 def write(
-    label: str, layout: Layout, shapes: Shapes, params: Mapping[str, Mapping[str, Any]]
+    label: str,
+    layout: Layout,
+    shapes: Shapes,
+    params: Mapping[str, Mapping[str, Any]],
+    prepared: PreparedExperts | None,
 ) -> Iterator[tuple[str, Any]]:
-    """Parameters to tensors, after checking that they are exactly those of the block."""
+    """Parameters to tensors, after checking that they are exactly those of the block.
+
+    Matrices are those of ``prepared`` where it is given, in FP8 with their scales.
+    """
     check_mapping("params", params)
     for group, leaves in params.items():
         check_mapping(f"params[{group!r}]", leaves)
@@ -113,7 +136,10 @@ def write(
     }
     check(f"{label}: params", shapes, {name: tuple(a.shape) for name, a in arrays.items()})
     for rule in rules_of(layout, shapes):
-        yield from rule.write(shapes, arrays)
+        if prepared is not None and _fp8.is_matrix(rule):
+            yield from _fp8.written(rule, shapes, prepared)
+        else:
+            yield from rule.write(shapes, arrays)
 
 
 def check_mapping(what: str, value: Any) -> None:

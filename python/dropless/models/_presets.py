@@ -103,7 +103,7 @@ _TABLE: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any]]] = {
     # rednote-hilab/dots.llm1.base
     "dots.llm1": (
         *("dots1", (4096, 1408, 128, 6)),
-        {"n_shared_experts": 2, "routed_scaling_factor": 2.5},
+        {"n_shared_experts": 2, "routed_scaling_factor": 2.5, **_NORMALIZED},
     ),
     # LiquidAI/LFM2-8B-A1B
     "lfm2-8b-a1b": ("lfm2_moe", (2048, 1792, 32, 4), {}),

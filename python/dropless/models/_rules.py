@@ -126,16 +126,21 @@ class PerExpert:
         if isinstance(first, jax.Array):
             rest = [load(name) for name in names[1:]]
             return {self.leaf: transpose(jnp.stack([first, *rest]))}
-        # One tensor at a time, so that no more than one is held beside the result.
         out = np.empty((len(names), *first.shape[::-1]), first.dtype)
         out[0] = first.T
-        for expert, name in enumerate(names[1:], start=1):
-            value = np.asarray(load(name))
-            if value.dtype != first.dtype:
+        del first
+
+        def place(expert: int, value: np.ndarray) -> None:
+            if value.dtype != out.dtype:
                 raise ValueError(
-                    f"{name}: expected {first.dtype.name} as {names[0]}, got {value.dtype.name}"
+                    f"{names[expert]}: expected {out.dtype.name} as {names[0]}, got "
+                    f"{value.dtype.name}"
                 )
             out[expert] = value.T
+
+        # No name holds a tensor while the next is read: one alone is in memory beside the result.
+        for expert in range(1, len(names)):
+            place(expert, np.asarray(load(names[expert])))
         return {self.leaf: out}
 
     def write(self, shapes: Shapes, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,10 @@ _DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -103,7 +107,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
       FileNotFoundError: there is no such file, or one that the index names is missing.
-      ValueError: a file is no safetensors file, or the index names a tensor that its file lacks.
+      ValueError: a file is no safetensors file, was cut off, or has a tensor twice; or the index
+        and its files do not have the same tensors.
     """
     path = Path(path)
     if path.is_dir():
@@ -113,36 +118,95 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         path = path / names[0]
     if path.suffix != ".json":
         return Checkpoint(_places(path))
-    weight_map = json.loads(path.read_text()).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{path}: expected a safetensors index, an object with 'weight_map'")
+    weight_map = _weight_map(path)
     files = {name: _places(path.parent / name) for name in sorted(set(weight_map.values()))}
     lacking = [name for name, file in weight_map.items() if name not in files[file]]
     if lacking:
         raise ValueError(f"{path}: names {lacking[0]!r}, which {weight_map[lacking[0]]} lacks")
+    unnamed = [n for file in files for n in files[file] if weight_map.get(n) != file]
+    if unnamed:
+        raise ValueError(f"{path}: does not name {unnamed[0]!r}, which one of its files has")
     return Checkpoint({name: files[file][name] for name, file in weight_map.items()})
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON takes the last of equal names silently: a tensor would be lost."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} occurs twice")
+        found[name] = value
+    return found
+
+
+def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_object_without_duplicates)
+    except (ValueError, RecursionError) as error:  # no JSON, no Unicode, or nested without end
+        raise ValueError(f"{file}: expected {what}, but its JSON is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected {what}, a JSON object; got {type(value).__name__}")
+    return value
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    what = "a safetensors index"
+    weight_map = _json_object(index, what, index.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: expected {what}, an object with 'weight_map'")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{index}: expected a file of its own folder for {name!r}, got {file!r}"
+            )
+    return weight_map
 
 
 def _places(file: Path) -> dict[str, _Place]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         text = stream.read(length) if 0 < length <= _LONGEST_HEADER else b""
+        size = stream.seek(0, 2)
     if not text or len(text) != length:
         raise ValueError(f"{file}: expected a safetensors file, got a header of {length} bytes")
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{file}: expected a safetensors file, its header is no JSON") from error
-    places = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ValueError(f"{file}: {name!r} has dtype {entry['dtype']}; known: {list(_DTYPES)}")
-        begin, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if end - begin != math.prod(shape) * np.dtype(dtype).itemsize:
-            raise ValueError(f"{file}: {name!r} of shape {shape} has {end - begin} bytes")
-        places[name] = _Place(file, dtype, shape, _LENGTH_BYTES + length + begin)
+    header = _json_object(file, "a safetensors file", text)
+    start = _LENGTH_BYTES + length
+    places = {
+        name: _place(file, name, entry, start)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    # The format has no holes, so whatever overlaps, is missing or was cut off shows here.
+    at = start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, _bytes(item[1]))):
+        if place.offset != at:
+            raise ValueError(f"{file}: {name!r} begins at byte {place.offset}; expected {at}")
+        at += _bytes(place)
+        if at > size:
+            raise ValueError(f"{file}: ends within {name!r}; the file is not complete")
+    if at != size:
+        raise ValueError(f"{file}: expected {at} bytes, got {size}")
     return places
+
+
+def _bytes(place: _Place) -> int:
+    return math.prod(place.shape) * np.dtype(place.dtype).itemsize
+
+
+def _place(file: Path, name: str, entry: Any, start: int) -> _Place:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, begin, end)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{file}: expected dtype, shape and data_offsets of {name!r}, got {entry!r}"
+        ) from error
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{file}: expected integers >= 0 of {name!r}, got {entry!r}")
+    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        raise ValueError(f"{file}: {name!r} has dtype {kind}; known: {list(_DTYPES)}")
+    place = _Place(file, dtype, shape, start + begin)
+    if end - begin != _bytes(place):
+        raise ValueError(f"{file}: {name!r} of shape {shape} has {end - begin} bytes")
+    return place

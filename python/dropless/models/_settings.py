@@ -53,7 +53,7 @@ def optional(config: Config, name: str, default: Any) -> Any:
 
 def activation(config: Config) -> str:
     """Our name of the config's ``hidden_act``."""
-    name = config.get("hidden_act", "silu")
+    name = config["hidden_act"] if _given(config, "hidden_act") else "silu"
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ValueError(
             f"config['hidden_act']: expected one of {list(_ACTIVATIONS)}, got {name!r}"
