@@ -60,7 +60,7 @@ class RouterConfig:
       group_score_experts: a group's score is the sum of this many of its best ranked values: 1 is
         their maximum (DeepSeek-V2), 2 DeepSeek-V3's rule.
       group_mask: what replaces the ranked values of the other groups: ``"-inf"``, or ``"zero"`` as
-        in DeepSeek's published code, where a negative selection bias lets masked experts win.
+        in transformers before 5, where a negative selection bias lets masked experts win.
       expert_table: size V of a fixed table that maps token ids to experts instead of the logits
         (DeepSeek-V4's first layers): ``params["router"]["expert_table"]`` ([V, K] of whole numbers,
         float32 so that ``jax.grad`` takes the whole of ``params``; state like ``selection_bias``).
