@@ -1,9 +1,8 @@
-"""Routing: order of top-k, every combination of scores, gradients, and the dispatch plan."""
+"""Routing: order of top-k, the selection bias, balance losses, and the dispatch plan."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,178 +11,7 @@ import pytest
 
 import dropless
 import oracle
-
-
-def config(e, k, **options):
-    return dropless.MoEConfig(e, k, router=dropless.RouterConfig(**options))
-
-
-def logits_of(t, e, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((t, e)), dtype)
-
-
-SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
-NORMALISATIONS = {
-    "raw": {"renormalize": False},
-    "sum": {},
-    "add": {"renormalize_eps": 0.5},
-    "clamp": {"renormalize_eps": 1.5, "renormalize_clamp": True},
-}
-GROUPS = {
-    "ungrouped": {},
-    "max": {"num_groups": 4, "groups_kept": 2},
-    "best2_zero": {
-        "num_groups": 4, "groups_kept": 2, "group_score_experts": 2, "group_mask": "zero",
-    },
-    "best3": {"num_groups": 3, "groups_kept": 1, "group_score_experts": 3},
-}  # fmt: skip
-# Score, order, normalisation and groups in every combination; scale, bias and dtype in turn, so
-# that each of their combinations meets every group rule. The C++ tests take the full product.
-GRID = [
-    (*names, (1.0, 2.5)[i % 2], bool(i // 2 % 2), (jnp.float32, jnp.bfloat16)[i // 4 % 2])
-    for i, names in enumerate(
-        (score, before, norm, groups)
-        for groups, score, before, norm in itertools.product(
-            GROUPS, SCORES, (True, False), NORMALISATIONS
-        )
-    )
-]
-
-
-def names_of(value):
-    return getattr(value, "__name__", str(value))
-
-
-def unit_logits(t, e, score, renormalize, dtype=jnp.float32):
-    """Normal, but positive where their sum divides: sums of either sign have few digits."""
-    logits = np.random.default_rng(0).standard_normal((t, e))
-    if score == "identity" and renormalize:
-        logits = np.abs(logits) + 0.125
-    return jnp.asarray(logits, dtype)
-
-
-def outputs_of(routing):
-    return (routing.weights, routing.prob_sum, routing.lse_square_sum, routing.entropy_sum)
-
-
-def check_against_oracle(logits, cfg, bias, mask, expert_ids=None, expert_scale=None):
-    """ids, weights, sums and every gradient against the oracle in float64."""
-    t, e = logits.shape
-    k = cfg.experts_per_token
-    rng = np.random.default_rng(2)
-    cotangents = [rng.standard_normal(s) for s in ((t, k), (e,), (), ())]
-    trained = (logits,) if expert_scale is None else (logits, expert_scale)
-
-    def loss(trained):
-        r = dropless.route(
-            trained[0], cfg, selection_bias=bias, mask=mask, expert_ids=expert_ids,
-            expert_scale=trained[1] if expert_scale is not None else None,
-        )  # fmt: skip
-        pairs = zip(outputs_of(r), cotangents, strict=True)
-        return sum(jnp.sum(o * c.astype(np.float32)) for o, c in pairs), r
-
-    (_, routing), gradients = jax.jit(
-        jax.value_and_grad(loss, has_aux=True), compiler_options=oracle.COMPILE_FAST
-    )(trained)
-
-    with jax.enable_x64(True):
-        wide, bias64 = oracle.to64((trained, bias))
-        given = None if expert_ids is None else np.asarray(expert_ids)
-
-        def wide_loss(wide):
-            ids, *outputs, _ = oracle.route(
-                wide[0], cfg.router, k, bias64, None if mask is None else np.asarray(mask), given,
-                wide[1] if expert_scale is not None else None,
-            )  # fmt: skip
-            total = sum(jnp.sum(o * c) for o, c in zip(outputs, cotangents, strict=True))
-            return total, (ids, *outputs)
-
-        (_, (ids, *outputs)), wanted = jax.value_and_grad(wide_loss, has_aux=True)(wide)
-        if mask is not None:
-            ids = np.where(np.asarray(mask)[:, None], ids, -1)
-        outputs, wanted = jax.tree.map(np.asarray, (outputs, wanted))
-
-    limit = oracle.bound("f32", t, 8)
-    np.testing.assert_array_equal(routing.ids, ids)
-    names = ("weights", "prob_sum", "lse", "entropy")
-    for name, a, b in zip(names, outputs_of(routing), outputs, strict=True):
-        oracle.assert_close(name, a, b, limit)
-    assert gradients[0].dtype == logits.dtype
-    kind = "f32" if logits.dtype == jnp.float32 else "bf16"
-    oracle.assert_close("d_logits", gradients[0], wanted[0], oracle.bound(kind, t, 10))
-    if expert_scale is not None:
-        oracle.assert_close("d_scale", gradients[1], wanted[1], oracle.bound("f32", t, 10))
-    real = (np.asarray(routing.ids) >= 0).any(1)
-    assert not np.asarray(gradients[0])[~real].any()
-    assert int(routing.tokens) == real.sum()
-    check_plan(np.asarray(routing.ids), routing, e)
-    return routing
-
-
-@pytest.mark.parametrize(
-    ("score", "before", "norm", "groups", "scale", "biased", "dtype"), GRID, ids=names_of
-)
-def test_f7_every_combination(score, before, norm, groups, scale, biased, dtype):
-    options = {**NORMALISATIONS[norm], **GROUPS[groups]}
-    cfg = config(
-        12, 3, score=score, score_before_topk=before, scale=scale, selection_bias=biased, **options
-    )
-    logits = unit_logits(37, 12, score, cfg.router.renormalize, dtype)
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal(12) * 0.3, jnp.float32)
-    check_against_oracle(logits, cfg, bias if biased else None, jnp.arange(37) % 5 != 2)
-
-
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("before", [True, False])
-def test_given_experts_are_weighed_and_the_others_chosen(score, before):
-    """Replay: ids from elsewhere, slots and tokens without an expert, and tokens that are free."""
-    cfg = config(12, 3, score=score, score_before_topk=before, expert_scale=True)
-    logits = unit_logits(40, 12, score, True)
-    rng = np.random.default_rng(3)
-    ids = np.argsort(rng.standard_normal((40, 12)), axis=1)[:, :3].astype(np.int32)
-    ids[::5, 1] = -1
-    ids[3] = -1
-    scale = jnp.asarray(rng.uniform(0.5, 2, 12), jnp.float32)
-    mask = jnp.arange(40) % 7 != 0
-    given = jnp.asarray(ids)
-    routing = check_against_oracle(logits, cfg, None, mask, given, scale)
-    np.testing.assert_array_equal(routing.ids, np.where(np.asarray(mask)[:, None], ids, -1))
-
-    free = dropless.route(logits, cfg, expert_scale=scale)
-    replayed = dropless.route(logits, cfg, expert_ids=free.ids, expert_scale=scale)
-    jax.tree.map(np.testing.assert_array_equal, replayed, free)
-    # -2 in a token's first slot; what its other slots hold does not matter.
-    mixed = np.where(np.arange(40)[:, None] % 2 == 0, np.int32([-2, 5, 5]), ids)
-    routing = dropless.route(logits, cfg, expert_ids=mixed, expert_scale=scale)
-    np.testing.assert_array_equal(routing.ids[::2], free.ids[::2])
-    np.testing.assert_array_equal(routing.ids[1::2], ids[1::2])
-
-
-def test_given_ids_that_are_no_expert_or_repeat_one_leave_their_slot_empty():
-    cfg = config(5, 3)
-    ids = jnp.array([[2, 2, 1], [5, 0, -7], [-3, 99, -1], [4, 4, 4]])
-    routing = dropless.route(logits_of(4, 5), cfg, expert_ids=ids)
-    want = [[2, -1, 1], [-1, 0, -1], [-1, -1, -1], [4, -1, -1]]
-    np.testing.assert_array_equal(routing.ids, want)
-    check_plan(np.asarray(want), routing, 5)
-    assert int(routing.tokens) == 3
-    np.testing.assert_allclose(np.asarray(routing.weights).sum(1), [1, 1, 0, 1], rtol=1e-6)
-
-
-@pytest.mark.parametrize("group_mask", ["-inf", "zero"])
-def test_f5_negative_bias_and_masked_groups(group_mask):
-    """With a mask of 0, as published, experts of masked groups win over negative ones."""
-    cfg = config(
-        64, 8, score="sigmoid", selection_bias=True, num_groups=8, groups_kept=4,
-        group_score_experts=2, group_mask=group_mask,
-    )  # fmt: skip
-    logits = logits_of(50, 64)
-    routing = check_against_oracle(logits, cfg, jnp.full(64, -2.0), None)
-    ranked = 1 / (1 + np.exp(-np.asarray(logits, np.float64))) - 2
-    scores = np.sort(ranked.reshape(50, 8, 8), axis=-1)[..., -2:].sum(-1)
-    kept = np.argsort(-scores, axis=1)[:, :4]
-    inside = [set(np.asarray(i) // 8) <= set(g) for i, g in zip(routing.ids, kept, strict=True)]
-    assert all(inside) if group_mask == "-inf" else not any(inside)
+from routing_checks import SCORES, check_plan, config, logits_of
 
 
 def test_h7_selection_bias_moves_by_the_sign_of_the_load():
@@ -311,27 +139,6 @@ def test_f9_any_number_of_experts(e):
 def test_f9_more_choices_than_experts_is_an_error():
     with pytest.raises(ValueError, match=r"experts_per_token=4 and num_experts=3"):
         config(3, 4)
-
-
-def check_plan(ids, plan, e, capacity=0):
-    """Every property of a plan, from ids [T, K] alone."""
-    t, k = ids.shape
-    flat = ids.reshape(-1)
-    valid = (flat >= 0) & (flat < e)
-    counts = np.bincount(flat[valid], minlength=e)
-    np.testing.assert_array_equal(plan.counts, counts)
-    kept = np.minimum(counts, capacity) if capacity else counts
-    np.testing.assert_array_equal(plan.offsets, np.concatenate([[0], np.cumsum(kept)]))
-    slots = np.full(t * k, -1)
-    total = 0
-    for expert in range(e):
-        mine = np.flatnonzero(flat == expert)[: kept[expert]]  # ordered by slot, hence by token
-        slots[total : total + len(mine)] = mine
-        total += len(mine)
-    np.testing.assert_array_equal(plan.slot_of_row, slots)
-    rows = np.full(t * k, -1)
-    rows[slots[:total]] = np.arange(total)
-    np.testing.assert_array_equal(np.asarray(plan.row_of_slot).reshape(-1), rows)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 5])
