@@ -68,10 +68,11 @@ class RouterConfig:
       jitter: for training: x is multiplied, element by element, by a random number from 1 - jitter
         to 1 + jitter, for the router and the experts alike (Mixtral's ``router_jitter_noise``). It
         happens where a key is given: ``moe(..., jitter_key=)``.
-      sparse_mixer_eps: route two experts a token as Phi-3.5-MoE does outside training: in turn, the
-        largest logit of those left, weighted by its softmax among the logits within a relative
-        distance of 2 * eps. The other options of selection and weights then keep their defaults.
-        None: as the options above say.
+      sparse_mixer_eps: route two experts a token as Phi-3.5-MoE does: in turn, the largest logit of
+        those left, weighted by its softmax among the logits within a relative distance of 2 * eps.
+        Where ``moe`` gets a ``jitter_key``, as in training: experts are drawn from that softmax,
+        and SparseMixer's estimate replaces the gradient (arXiv 2409.12136). The other options of
+        selection and weights keep their defaults. None: as the options above say.
       balance_loss: what ``MoEAux.load_balance_loss`` averages over: the whole ``"batch"``, or each
         ``"sequence"`` (x is then [..., S, H]) on its own (DeepSeek-V3, arXiv 2412.19437, eq.
         17-20).

@@ -197,8 +197,9 @@ def moe(
       token_ids: [...] integer, each token's row of ``params["router"]["expert_table"]``, which
         gives its experts. Required with ``RouterConfig.expert_table``, refused without. A number
         outside the table makes its token padding.
-      jitter_key: a PRNG key: x is multiplied by the noise that ``RouterConfig.jitter`` describes.
-        Every device draws its own. None: no noise, as in evaluation.
+      jitter_key: a PRNG key: x is multiplied by the noise that ``RouterConfig.jitter`` describes,
+        and ``RouterConfig.sparse_mixer_eps`` draws experts as in Phi-3.5-MoE's training. Every
+        device draws its own. None: nothing is random, as in evaluation.
       prepared: ``prepare_experts(params, cfg)``, to reuse over several calls of one optimiser step.
       mesh: default: the ambient one, or that of x's type. Under Explicit axes x's type says how
         tokens are split, under Auto axes ``token_axes`` does. Experts are replicated.
@@ -241,9 +242,17 @@ def moe(
 
     def on_device(x, per_token, replicated):
         params, prepared, jitter_key = replicated
-        if jitter_key is not None and cfg.router.jitter > 0:
-            x = _jittered(x, jitter_key, cfg.router.jitter, axes)
-        return _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes)
+        if jitter_key is not None:
+            for axis in axes:
+                jitter_key = jax.random.fold_in(jitter_key, jax.lax.axis_index(axis))
+            if cfg.router.jitter > 0:
+                x = _jittered(x, jitter_key, cfg.router.jitter)
+            mixed = cfg.router.sparse_mixer_eps is not None
+            sampling_key = jax.random.fold_in(jitter_key, 1) if mixed else None
+        else:
+            sampling_key = None
+        per_device = {**per_token, "sampling_key": sampling_key}
+        return _moe(x, per_device, params, prepared, cfg, spec, axes, sequence_axes)
 
     replicated = (params, prepared, jitter_key)
     if sharding is None:
@@ -251,10 +260,8 @@ def moe(
     return sharded(on_device, sharding, cfg.strict, x, per_token, replicated)
 
 
-def _jittered(x, key, jitter, axes):
+def _jittered(x, key, jitter):
     """x times uniform noise from 1 - jitter to 1 + jitter, rounded once to x's dtype."""
-    for axis in axes:
-        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     noise = jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter)
     return (x.astype(jnp.float32) * noise).astype(x.dtype)
 
@@ -284,6 +291,7 @@ def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
             cfg,
             mask=mask,
             expert_ids=expert_ids,
+            sampling_key=per_token["sampling_key"],
             **{n: router.get(n) for n in ("selection_bias", "expert_scale")},
         )
         balance_loss = None

@@ -14,7 +14,7 @@ from dropless._call import call, unify_axes
 from dropless._checks import check_integer
 from dropless._config import SCORES, MoEConfig, RouterConfig, check_config
 from dropless._params import check_float_dtype
-from dropless._sparse_mixer import sparse_mixer
+from dropless._sparse_mixer import draws, sparse_mixer
 
 # Row and slot numbers are int32.
 _MAX_ROWS = 2**31 - 1
@@ -99,6 +99,7 @@ def route(
     mask: jax.Array | None = None,
     expert_ids: jax.Array | None = None,
     expert_scale: jax.Array | None = None,
+    sampling_key: jax.Array | None = None,
 ) -> Routing:
     """Chooses K experts for each token; all arithmetic is float32.
 
@@ -109,9 +110,17 @@ def route(
         ``cfg.router.selection_bias``, refused without.
       mask: [T] bool or integer, false (0) for padding, which gets ids -1 and weights 0 and enters
         no sum and no count. None: every token is real.
+      expert_ids: [T, K] integer, experts that are given instead of chosen: the weights are those of
+        their logits, with gradients. -2 as a token's first id lets it route freely; -1, what is no
+        expert, and what repeats an id of its token leave their slot empty.
+      expert_scale: [E], multiplies the weights of each expert. Required with
+        ``cfg.router.expert_scale``, refused without.
+      sampling_key: a PRNG key, with ``RouterConfig.sparse_mixer_eps`` alone: experts are drawn, and
+        the weights carry SparseMixer's estimate of the gradient. None: as outside training.
 
     Returns:
-      A ``Routing``, differentiable in reverse mode with respect to ``logits``.
+      A ``Routing``, differentiable in reverse mode with respect to ``logits`` and
+      ``expert_scale``.
 
     Raises:
       ValueError, TypeError: a shape or dtype is not what is listed above.
@@ -153,7 +162,12 @@ def route(
             raise ValueError("expert_ids must be None with RouterConfig.sparse_mixer_eps.")
         # Padding may be NaN, which a weight of 0 would not keep from the gradient.
         real = logits if mask is None else jnp.where(mask[:, None] != 0, logits, 0)
-        expert_ids, mixed = sparse_mixer(real.astype(jnp.float32), cfg.router.sparse_mixer_eps)
+        drawn = None if sampling_key is None else draws(sampling_key, t, e)
+        expert_ids, mixed = sparse_mixer(
+            real.astype(jnp.float32), cfg.router.sparse_mixer_eps, drawn
+        )
+    elif sampling_key is not None:
+        raise ValueError("sampling_key must be None without RouterConfig.sparse_mixer_eps.")
     operands = unify_axes((logits, selection_bias, mask, expert_ids))
     ids, weights, prob_sum, sums, counters, *places = _route(
         (cfg.router, k, cfg.capacity(t)), *operands

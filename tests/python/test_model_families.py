@@ -310,27 +310,3 @@ def test_a_text_config_inside_a_multimodal_one_is_read():
 def test_settings_not_supported_are_refused(family, name, value):
     with pytest.raises(ValueError, match=f"{name}.*got {value!r}"):
         dropless.models.block_config({**config_of(family), name: value})
-
-
-def test_sparse_mixer_keeps_padding_out_and_its_options_to_itself():
-    cfg = config_only(config_of("phimoe"))
-    logits = jnp.asarray(np.random.default_rng(2).standard_normal((5, E)), jnp.float32)
-    mask = jnp.array([1, 1, 0, 1, 1])
-    logits = logits.at[2].set(jnp.nan)
-
-    def total(z):
-        return dropless.route(z, cfg, mask=mask).weights.sum()
-
-    gradient = np.asarray(jax.grad(total)(logits))
-    assert np.isfinite(gradient).all() and not gradient[2].any() and gradient.any()
-    for options, text in (
-        ({"score": "sigmoid"}, "excludes score"),
-        ({"num_groups": 2}, "excludes num_groups"),
-        ({"sparse_mixer_eps": 0.0}, "sparse_mixer_eps must be a finite number > 0"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            dropless.RouterConfig(**{"sparse_mixer_eps": 0.01, **options})
-    with pytest.raises(ValueError, match="experts_per_token=2; got 3"):
-        dataclasses.replace(cfg, experts_per_token=3)
-    with pytest.raises(ValueError, match="expert_ids must be None"):
-        dropless.route(logits, cfg, expert_ids=jnp.zeros((5, 2), jnp.int32))
