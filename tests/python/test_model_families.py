@@ -294,6 +294,14 @@ def test_a_text_config_inside_a_multimodal_one_is_read():
     config = config_of("llama4_text")
     outer = {"model_type": "llama4", "text_config": config}
     assert dropless.models.block_config(outer) == dropless.models.block_config(config)
+    # What the outer one says of the whole model holds, and the inner one comes first.
+    inner = {name: value for name, value in config.items() if name != "model_type"}
+    assert dropless.models.block_config(outer | {"text_config": inner})
+    blocks = {"quantization_config": {"weight_block_size": [64, 64]}}
+    with pytest.raises(ValueError, match="weight_block_size"):
+        dropless.models.from_hf(outer | blocks, {})
+    with pytest.raises(ValueError, match="expected intermediate_size, found none"):
+        dropless.models.block_config({"model_type": "llama4", "text_config": {}, **COMMON})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dropless.models import _fp8, _layouts
 from dropless.models._families import FAMILIES, Family
 from dropless.models._presets import Preset, presets
 from dropless.models._safetensors import Checkpoint, open_checkpoint
+from dropless.models._safetensors_write import save_checkpoint
 from dropless.models._settings import text_config
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "open_checkpoint",
     "prepared_from_hf",
     "presets",
+    "save_checkpoint",
     "to_hf",
 ]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-_DTYPES: dict[str, Any] = {
+DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -34,10 +34,10 @@ _DTYPES: dict[str, Any] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the format's own limit: more is a damaged file
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class _Place(NamedTuple):
@@ -112,9 +112,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir():
-        names = [name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
+        names = [name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not names:
-            raise FileNotFoundError(f"{path}: expected {_INDEX} or {_SINGLE} in this folder")
+            raise FileNotFoundError(f"{path}: expected {INDEX} or {SINGLE} in this folder")
         path = path / names[0]
     if path.suffix != ".json":
         return Checkpoint(_places(path))
@@ -164,13 +164,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _places(file: Path) -> dict[str, _Place]:
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         text = stream.read(length) if 0 < length <= _LONGEST_HEADER else b""
         size = stream.seek(0, 2)
     if not text or len(text) != length:
         raise ValueError(f"{file}: expected a safetensors file, got a header of {length} bytes")
     header = _json_object(file, "a safetensors file", text)
-    start = _LENGTH_BYTES + length
+    start = LENGTH_BYTES + length
     places = {
         name: _place(file, name, entry, start)
         for name, entry in header.items()
@@ -203,9 +203,9 @@ def _place(file: Path, name: str, entry: Any, start: int) -> _Place:
         ) from error
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"{file}: expected integers >= 0 of {name!r}, got {entry!r}")
-    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
-        raise ValueError(f"{file}: {name!r} has dtype {kind}; known: {list(_DTYPES)}")
+        raise ValueError(f"{file}: {name!r} has dtype {kind}; known: {list(DTYPES)}")
     place = _Place(file, dtype, shape, start + begin)
     if end - begin != _bytes(place):
         raise ValueError(f"{file}: {name!r} of shape {shape} has {end - begin} bytes")

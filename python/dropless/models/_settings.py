@@ -17,10 +17,17 @@ _ACTIVATIONS = {
 }
 
 
+# What a multimodal model's config says once for all its parts.
+_OF_ALL_PARTS = ("model_type", "transformers_version", "quantization_config")
+
+
 def text_config(config: Config) -> Config:
     """The language model's part of a multimodal model's config."""
     inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
+    if not isinstance(inner, Mapping):
+        return config
+    outer = {name: config[name] for name in _OF_ALL_PARTS if name in config}
+    return outer | {name: value for name, value in inner.items() if value is not None}
 
 
 def setting(config: Config, *names: str) -> Any:
