@@ -46,7 +46,7 @@ CONFIGS = {
     },
     "gpt_oss": {"num_local_experts": E, "intermediate_size": I},
     "granitemoe": {"num_local_experts": E, "intermediate_size": I},
-    "llama4_text": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 1},
+    "llama4_text": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 2},
     "llama4": {"num_local_experts": E, "intermediate_size": I, "num_experts_per_tok": 1},
     "hunyuan_v1_moe": {**WIDE, "moe_topk": [K, K]},
     "jamba": WIDE,
@@ -166,6 +166,8 @@ def phimoe(z, bias):
 
 ROUTERS = {
     "phimoe": phimoe,
+    "llama4_text": lambda z, bias: jax.nn.sigmoid(z) * top(z, 2),
+    "llama4": lambda z, bias: jax.nn.sigmoid(z) * top(z, 1),
     "mixtral": softmax_renormalised,
     "qwen2_moe": softmax_all,
     "qwen3_next": softmax_renormalised,
@@ -196,9 +198,13 @@ def block(family, x, params):
     router, experts = params["router"], params["experts"]
     z = x @ router["kernel"] + router.get("bias", 0.0)
     weights = ROUTERS[family](z, router.get("selection_bias", 0.0))
+    on_input = family.startswith("llama4")
+    rows = x[:, None] * weights[..., None] if on_input else x[:, None]
 
     def inward(name):
-        return jnp.einsum("th,ehi->tei", x, experts[name]) + experts.get(f"{name}_bias", 0.0)
+        return jnp.einsum("teh,ehi->tei", jnp.broadcast_to(rows, (len(x), E, H)), experts[name]) + (
+            experts.get(f"{name}_bias", 0.0)
+        )
 
     gate, up = inward("gate"), inward("up")
     if family == "gpt_oss":
@@ -207,7 +213,8 @@ def block(family, x, params):
     else:
         a = jax.nn.silu(gate) * up
     out = jnp.einsum("tei,eih->teh", a, experts["down"]) + experts.get("down_bias", 0.0)
-    y = jnp.einsum("te,teh->th", weights, out)
+    # An expert that reads zeros answers zeros: all may be added where the input is weighted.
+    y = out.sum(1) if on_input else jnp.einsum("te,teh->th", weights, out)
     if "shared" in params:
         shared = params["shared"]
         dense = jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"]) @ shared["down"]
