@@ -31,6 +31,12 @@ CONFIGS = {
     "deepseek_v2": {**V3, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": {**V3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
     "deepseek_v32": {**V3, "n_group": 4, "topk_group": 2},
+    "deepseek_v4": {
+        **V3,
+        "n_shared_experts": 1,
+        "mlp_layer_types": ["moe", "moe"],
+        "swiglu_limit": 1.5,
+    },
     "kimi_k2": {**V3, "routed_scaling_factor": 2.827},
     "glm4_moe": V3,
     "dots1": {**V3, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
@@ -154,6 +160,12 @@ def ernie(z, bias):
     return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-12)
 
 
+def deepseek_v4(z, bias):
+    s = jnp.sqrt(jnp.log1p(jnp.exp(z)))
+    w = s * top(s + bias)
+    return 1.5 * w / (w.sum(-1, keepdims=True) + 1e-20)
+
+
 def phimoe(z, bias):
     def weight_of_best(rest):
         best = rest.max(-1, keepdims=True)
@@ -178,6 +190,7 @@ ROUTERS = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": sigmoid(1e-20, 2.5, (4, 2)),
     "deepseek_v32": sigmoid(1e-20, 1.0, (4, 2)),
+    "deepseek_v4": deepseek_v4,
     "kimi_k2": sigmoid(1e-20, 2.827),
     "glm4_moe": sigmoid(1e-20, 1.0),
     "dots1": sigmoid(1e-20, 2.5),
@@ -206,7 +219,11 @@ def block(family, x, params):
             experts.get(f"{name}_bias", 0.0)
         )
 
-    gate, up = inward("gate"), inward("up")
+    def clamped(gate, up):
+        cut = family == "deepseek_v4"
+        return (jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)) if cut else (gate, up)
+
+    gate, up = clamped(inward("gate"), inward("up"))
     if family == "gpt_oss":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0) + 1.0
         a = gate * jax.nn.sigmoid(1.702 * gate) * up
@@ -217,7 +234,8 @@ def block(family, x, params):
     y = out.sum(1) if on_input else jnp.einsum("te,teh->th", weights, out)
     if "shared" in params:
         shared = params["shared"]
-        dense = jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"]) @ shared["down"]
+        gate, up = clamped(x @ shared["gate"], x @ shared["up"])
+        dense = jax.nn.silu(gate) * up @ shared["down"]
         if "output_gate" in shared:
             dense = dense * jax.nn.sigmoid(x @ shared["output_gate"])
         y = y + dense
@@ -295,6 +313,38 @@ def test_f5_experts_of_other_groups_lose_against_a_negative_bias():
     kept = np.argsort(-best, axis=1)[:, :2]
     for ids, groups in zip(np.asarray(routing.ids), kept, strict=True):
         assert set(ids // (E // 4)) <= set(groups)
+
+
+@pytest.mark.parametrize("layout", ["fused", "per_expert"])
+def test_deepseek_v4_layers_with_a_table_take_its_experts(layout):
+    vocabulary = 17
+    config = config_of("deepseek_v4") | {"mlp_layer_types": "hash_moe", "vocab_size": vocabulary}
+    cfg = dataclasses.replace(config_only(config), precision="f32")
+    assert cfg.router.expert_table == vocabulary and not cfg.router.selection_bias
+    params = random_params(cfg)
+    rng = np.random.default_rng(5)
+    table = np.argsort(rng.standard_normal((vocabulary, E)), axis=1)[:, :K].astype(np.int64)
+    params["router"]["expert_table"] = table.astype(np.float32)
+    tensors = dropless.models.to_hf(cfg, params, config, layout=layout)
+    assert tensors["gate.tid2eid"].dtype == np.int64
+    np.testing.assert_array_equal(tensors["gate.tid2eid"], table)
+    _, read = dropless.models.from_hf(config, tensors)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    x = rng.standard_normal((9, H)).astype(np.float32)
+    token_ids = rng.integers(0, vocabulary, 9)
+    y, _ = dropless.moe(x, jax.tree.map(jnp.asarray, read), cfg, token_ids=token_ids)
+    chosen = np.zeros((9, E))
+    np.put_along_axis(chosen, table[token_ids], 1e3, axis=1)  # which then are the K largest
+    with jax.enable_x64(True):
+        wide = oracle.to64((x, {**params, "router": {"kernel": params["router"]["kernel"]}}))
+        wide[1]["router"]["selection_bias"] = jnp.asarray(chosen)
+        want = block("deepseek_v4", *wide)
+    oracle.assert_close("y", y, want, oracle.bound("f32", max(H, E, I, S), 14))
+    with pytest.raises(ValueError, match="mlp_layer_types.*layers differ"):
+        dropless.models.block_config(config | {"mlp_layer_types": ["hash_moe", "moe"]})
+    floats = tensors | {"gate.tid2eid": table.astype(np.float32)}
+    with pytest.raises(ValueError, match="gate.tid2eid: expected integers, got float32"):
+        dropless.models.from_hf(config, floats)
 
 
 def test_a_text_config_inside_a_multimodal_one_is_read():

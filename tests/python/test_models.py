@@ -257,6 +257,7 @@ SIZES = {  # H, I, E, K, S, renormalisation and scale, from the models' config f
     "deepseek-v2": (5120, 1536, 160, 6, 3072, False, 16.0),
     "deepseek-v3": (7168, 2048, 256, 8, 2048, True, 2.5),
     "deepseek-r1": (7168, 2048, 256, 8, 2048, True, 2.5),
+    "deepseek-v4-flash": (4096, 2048, 256, 6, 2048, True, 1.5),
     "kimi-k2": (7168, 2048, 384, 8, 2048, True, 2.827),
     "glm-4.5": (5120, 1536, 160, 8, 1536, True, 2.5),
     "glm-4.5-air": (4096, 1408, 128, 8, 1408, True, 1.0),

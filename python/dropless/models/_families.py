@@ -11,7 +11,7 @@ from typing import Any
 
 from dropless._activation import Activation
 from dropless._config import MoEConfig, RouterConfig
-from dropless.models._rules import Copy, Pair, PerExpert, Rule, linear
+from dropless.models._rules import Copy, Pair, PerExpert, Rule, Table, linear
 from dropless.models._settings import Config, activation, optional, refuse, size
 
 Layout = tuple[Rule, ...]
@@ -90,10 +90,10 @@ def _linears(names: tuple[str, str, str]) -> Layout:
     )
 
 
-def _shared(module: str) -> Layout:
+def _shared(module: str, names: tuple[str, str, str] = _GATE_UP_DOWN) -> Layout:
     return tuple(
         linear(f"{module}.{name}.weight", f"shared.{leaf}")
-        for name, leaf in zip(_GATE_UP_DOWN, _LEAVES, strict=True)
+        for name, leaf in zip(names, _LEAVES, strict=True)
     )
 
 
@@ -186,6 +186,19 @@ def _sigmoid_with_bias(
     return router
 
 
+def _deepseek_v4(config: Config) -> RouterConfig:
+    refuse(config, "scoring_func", "this family scores by sqrt(softplus)", "sqrtsoftplus")
+    refuse(config, "norm_topk_prob", "the reference implementation ignores it", True)
+    by_table = optional(config, "mlp_layer_types", "moe") == "hash_moe"
+    return RouterConfig(
+        score="sqrt_softplus",
+        selection_bias=not by_table,
+        expert_table=size(config, "vocab_size") if by_table else None,
+        renormalize_eps=1e-20,
+        scale=float(optional(config, "routed_scaling_factor", 1.5)),
+    )
+
+
 def _afmoe(config: Config) -> RouterConfig:
     refuse(config, "route_norm", "transformers renormalises whatever it says", True)
     return _sigmoid_with_bias(scale="route_scale", normalize="route_norm")(config)
@@ -221,7 +234,13 @@ def _gpt_oss_activation(config: Config) -> Activation:
     return Activation("silu", slope=1.702, gate_limit=limit, up_limit=limit, up_offset=1.0)
 
 
+def _clamped_silu(config: Config) -> Activation:
+    limit = float(optional(config, "swiglu_limit", 10.0))
+    return Activation(activation(config), gate_limit=limit, up_limit=limit)
+
+
 _V3_BIAS = "gate.e_score_correction_bias"
+_V4_TABLE = Table("gate.tid2eid", "router.expert_table")
 _QWEN2_SHARED = (
     *_shared("shared_expert"),
     linear("shared_expert_gate.weight", "shared.output_gate"),
@@ -270,6 +289,21 @@ _TABLE = (
             ),
             (("dots1",), _sigmoid_with_bias(default=False)),
         )
+    ),
+    Family(
+        ("deepseek_v4",),
+        {
+            "fused": (*_router(bias=_V3_BIAS), _V4_TABLE, *_FUSED, *_shared("shared_experts")),
+            "per_expert": (
+                *_router(bias="gate.bias"),
+                _V4_TABLE,
+                *_linears(_W1_W3_W2),
+                *_shared("shared_experts", _W1_W3_W2),
+            ),
+        },
+        _deepseek_v4,
+        shared_dim=_shared_count("n_shared_experts"),
+        activation=_clamped_silu,
     ),
     Family(
         ("afmoe",),

@@ -62,6 +62,8 @@ _TABLE: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any]]] = {
     ),
     "deepseek-v3": ("deepseek_v3", (7168, 2048, 256, 8), _V3),
     "deepseek-r1": ("deepseek_v3", (7168, 2048, 256, 8), _V3),
+    # deepseek-ai/DeepSeek-V4-Flash, a layer without a table
+    "deepseek-v4-flash": ("deepseek_v4", (4096, 2048, 256, 6), {"n_shared_experts": 1}),
     # moonshotai/Kimi-K2-Base
     "kimi-k2": (
         *("kimi_k2", (7168, 2048, 384, 8)),

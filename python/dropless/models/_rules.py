@@ -148,7 +148,34 @@ class PerExpert:
             yield name, transpose(params[self.leaf][expert])
 
 
-Rule = Copy | Pair | PerExpert
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Numbers of experts, int64 in files and whole float32 numbers in our parameters."""
+
+    tensor: str
+    leaf: str
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return (self.leaf,)
+
+    def tensors(self, shapes: Shapes) -> Shapes:
+        return {self.tensor: shapes[self.leaf]}
+
+    def read(self, shapes: Shapes, load: Load) -> dict[str, Any]:
+        value = load(self.tensor)
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{self.tensor}: expected integers, got {value.dtype.name}")
+        return {self.leaf: value.astype(np.float32)}
+
+    def write(self, shapes: Shapes, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        value = params[self.leaf]
+        # Under a trace JAX has no int64 unless it is switched on.
+        traced = isinstance(value, jax.core.Tracer)
+        yield self.tensor, value.astype(jnp.int32) if traced else np.asarray(value).astype(np.int64)
+
+
+Rule = Copy | Pair | PerExpert | Table
 
 
 def numpy_of(values: list[Any]) -> Any:
