@@ -339,8 +339,8 @@ _TABLE = (
             ),
         },
         _ernie,
-        num_experts=("moe_num_experts",),
-        top_k=("moe_k",),
+        num_experts=("moe_num_experts", "num_experts"),
+        top_k=("moe_k", "num_experts_per_tok"),
         shared_dim=_shared_count("moe_num_shared_experts"),
     ),
     Family(
