@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dropless._activation import Activation
 from dropless._config import MoEConfig, RouterConfig
+from dropless.models import _config_readers as readers
 from dropless.models._rules import Copy, Pair, PerExpert, Rule, Table, linear
-from dropless.models._settings import Config, activation, optional, refuse, size
+from dropless.models._settings import Config, activation, size
 
 Layout = tuple[Rule, ...]
 
@@ -112,133 +112,6 @@ def _both(
     }
 
 
-# ---- Routers
-
-
-def _softmax(
-    renormalize: bool | None, *, default: bool = False, **options: Any
-) -> Callable[[Config], RouterConfig]:
-    """Softmax over all experts; None: the config says whether the K weights are renormalised.
-
-    ``default`` is what it says where ``norm_topk_prob`` is missing.
-    """
-
-    def router(config: Config) -> RouterConfig:
-        by_config = bool(optional(config, "norm_topk_prob", default))
-        normalize = by_config if renormalize is None else renormalize
-        jitter = float(optional(config, "router_jitter_noise", 0.0))
-        return RouterConfig(renormalize=normalize, jitter=jitter, **options)
-
-    return router
-
-
-def _softmax_of_top_k(**options: Any) -> Callable[[Config], RouterConfig]:
-    return lambda config: RouterConfig(score_before_topk=False, renormalize=False, **options)
-
-
-def _groups(config: Config, group_score_experts: int) -> dict[str, Any]:
-    # Experts of other groups are out of the question, as in DeepSeek's inference code and in
-    # transformers since 5; older releases ranked them as 0, which wins against a negative bias.
-    groups = optional(config, "n_group", 1)
-    if groups == 1:
-        return {}
-    return {
-        "num_groups": groups,
-        "groups_kept": size(config, "topk_group"),
-        "group_score_experts": group_score_experts,
-    }
-
-
-def _deepseek_v2(config: Config) -> RouterConfig:
-    refuse(config, "norm_topk_prob", "the reference implementation ignores it", False)
-    refuse(config, "topk_method", "not a method of DeepSeek-V2", "greedy", "group_limited_greedy")
-    grouped = config.get("topk_method") == "group_limited_greedy"
-    return RouterConfig(
-        renormalize=False,
-        scale=float(optional(config, "routed_scaling_factor", 1.0)),
-        **(_groups(config, group_score_experts=1) if grouped else {}),
-    )
-
-
-def _sigmoid_with_bias(
-    *,
-    eps: float = 1e-20,
-    scale: str = "routed_scaling_factor",
-    normalize: str = "norm_topk_prob",
-    default: bool = True,
-) -> Callable[[Config], RouterConfig]:
-    """Sigmoid scores, a selection bias, groups by their two best experts (DeepSeek-V3)."""
-
-    def router(config: Config) -> RouterConfig:
-        refuse(config, "scoring_func", "this family scores by sigmoid", "sigmoid", "noaux_tc")
-        refuse(config, "score_func", "this family scores by sigmoid", "sigmoid")
-        renormalize = bool(optional(config, normalize, default))
-        return RouterConfig(
-            score="sigmoid",
-            selection_bias=bool(optional(config, "use_expert_bias", True)),
-            renormalize=renormalize,
-            renormalize_eps=eps if renormalize else 0.0,
-            scale=float(optional(config, scale, 1.0)),
-            jitter=float(optional(config, "router_jitter_noise", 0.0)),
-            **_groups(config, group_score_experts=2),
-        )
-
-    return router
-
-
-def _deepseek_v4(config: Config) -> RouterConfig:
-    refuse(config, "scoring_func", "this family scores by sqrt(softplus)", "sqrtsoftplus")
-    refuse(config, "norm_topk_prob", "the reference implementation ignores it", True)
-    by_table = optional(config, "mlp_layer_types", "moe") == "hash_moe"
-    return RouterConfig(
-        score="sqrt_softplus",
-        selection_bias=not by_table,
-        expert_table=size(config, "vocab_size") if by_table else None,
-        renormalize_eps=1e-20,
-        scale=float(optional(config, "routed_scaling_factor", 1.5)),
-    )
-
-
-def _afmoe(config: Config) -> RouterConfig:
-    refuse(config, "route_norm", "transformers renormalises whatever it says", True)
-    return _sigmoid_with_bias(scale="route_scale", normalize="route_norm")(config)
-
-
-def _ernie(config: Config) -> RouterConfig:
-    refuse(config, "use_bias", "linear biases in the experts are not supported", False)
-    return RouterConfig(
-        selection_bias=True,
-        renormalize=True,
-        renormalize_clamp=True,
-        renormalize_eps=float(optional(config, "moe_norm_min", 1e-12)),
-    )
-
-
-# ---- Settings
-
-
-def _shared_count(
-    count: str, width: str = "moe_intermediate_size"
-) -> Callable[[Config], int | None]:
-    """n shared experts are one of n times the width."""
-    return lambda config: (optional(config, count, 0) * size(config, width)) or None
-
-
-def _shared_width(*names: str) -> Callable[[Config], int]:
-    return lambda config: size(config, *names)
-
-
-def _gpt_oss_activation(config: Config) -> Activation:
-    # The slope is a constant of the reference implementation, the limit a setting.
-    limit = float(optional(config, "swiglu_limit", 7.0))
-    return Activation("silu", slope=1.702, gate_limit=limit, up_limit=limit, up_offset=1.0)
-
-
-def _clamped_silu(config: Config) -> Activation:
-    limit = float(optional(config, "swiglu_limit", 10.0))
-    return Activation(activation(config), gate_limit=limit, up_limit=limit)
-
-
 _V3_BIAS = "gate.e_score_correction_bias"
 _V4_TABLE = Table("gate.tid2eid", "router.expert_table")
 _QWEN2_SHARED = (
@@ -252,42 +125,46 @@ _ERNIE_BIAS = {
 _INTERMEDIATE = ("intermediate_size",)
 
 _TABLE = (
-    Family(("mixtral",), _both(_router(), _W1_W3_W2), _softmax(True), expert_dim=_INTERMEDIATE),
+    Family(
+        ("mixtral",), _both(_router(), _W1_W3_W2), readers.softmax(True), expert_dim=_INTERMEDIATE
+    ),
     *(
         Family(
             names,
             _both(_router(), rest=_QWEN2_SHARED),
             router,
-            shared_dim=_shared_width("shared_expert_intermediate_size"),
+            shared_dim=readers.shared_width("shared_expert_intermediate_size"),
             shared_gate=True,
         )
         for names, router in (
-            (("qwen2_moe",), _softmax(None)),
-            (("qwen3_next",), _softmax(None, default=True)),
-            (("qwen3_5_moe_text", "qwen3_5_moe"), _softmax(True)),
+            (("qwen2_moe",), readers.softmax(None)),
+            (("qwen3_next",), readers.softmax(None, default=True)),
+            (("qwen3_5_moe_text", "qwen3_5_moe"), readers.softmax(True)),
         )
     ),
-    Family(("qwen3_moe",), _both(_router()), _softmax(None)),
-    Family(("olmoe", "flex_olmo"), _both(_router()), _softmax(None), expert_dim=_INTERMEDIATE),
+    Family(("qwen3_moe",), _both(_router()), readers.softmax(None)),
+    Family(
+        ("olmoe", "flex_olmo"), _both(_router()), readers.softmax(None), expert_dim=_INTERMEDIATE
+    ),
     Family(
         ("deepseek_v2",),
         _both(_router(), rest=_shared("shared_experts")),
-        _deepseek_v2,
-        shared_dim=_shared_count("n_shared_experts"),
+        readers.deepseek_v2,
+        shared_dim=readers.shared_count("n_shared_experts"),
     ),
     *(
         Family(
             names,
             _both(_router(bias=_V3_BIAS), rest=_shared("shared_experts")),
             router,
-            shared_dim=_shared_count("n_shared_experts"),
+            shared_dim=readers.shared_count("n_shared_experts"),
         )
         for names, router in (
             (
                 ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "solar_open"),
-                _sigmoid_with_bias(),
+                readers.sigmoid_with_bias(),
             ),
-            (("dots1",), _sigmoid_with_bias(default=False)),
+            (("dots1",), readers.sigmoid_with_bias(default=False)),
         )
     ),
     Family(
@@ -301,25 +178,25 @@ _TABLE = (
                 *_shared("shared_experts", _W1_W3_W2),
             ),
         },
-        _deepseek_v4,
-        shared_dim=_shared_count("n_shared_experts"),
-        activation=_clamped_silu,
+        readers.deepseek_v4,
+        shared_dim=readers.shared_count("n_shared_experts"),
+        activation=readers.clamped_silu,
     ),
     Family(
         ("afmoe",),
         _both(_router("router.gate.weight", bias="expert_bias"), rest=_shared("shared_experts")),
-        _afmoe,
-        shared_dim=_shared_count("num_shared_experts"),
+        readers.afmoe,
+        shared_dim=readers.shared_count("num_shared_experts"),
     ),
     Family(
         ("lfm2_moe",),
         _both(_router(bias="expert_bias"), _W1_W3_W2),
-        _sigmoid_with_bias(eps=1e-6),
+        readers.sigmoid_with_bias(eps=1e-6),
     ),
     Family(
         ("minimax_m2",),
         _both(_router(bias="e_score_correction_bias"), _W1_W3_W2),
-        _sigmoid_with_bias(eps=0.0),
+        readers.sigmoid_with_bias(eps=0.0),
         expert_dim=_INTERMEDIATE,
     ),
     Family(
@@ -338,10 +215,10 @@ _TABLE = (
                 *_shared("shared_experts"),
             ),
         },
-        _ernie,
+        readers.ernie,
         num_experts=("moe_num_experts", "num_experts"),
         top_k=("moe_k", "num_experts_per_tok"),
-        shared_dim=_shared_count("moe_num_shared_experts"),
+        shared_dim=readers.shared_count("moe_num_shared_experts"),
     ),
     Family(
         ("gpt_oss",),
@@ -352,10 +229,10 @@ _TABLE = (
                 *_INTERLEAVED,
             )
         },
-        _softmax_of_top_k(bias=True),
+        readers.softmax_of_top_k(bias=True),
         expert_dim=_INTERMEDIATE,
         expert_bias=True,
-        activation=_gpt_oss_activation,
+        activation=readers.gpt_oss_activation,
     ),
     Family(
         ("granitemoe",),
@@ -367,29 +244,23 @@ _TABLE = (
                 Copy("output_linear.weight", "experts.down", transposed=True),
             ),
         },
-        _softmax_of_top_k(),
+        readers.softmax_of_top_k(),
         expert_dim=_INTERMEDIATE,
     ),
     Family(
         ("llama4_text", "llama4"),
         {"fused": (*_router("router.weight"), *_FUSED_IN_OUT, *_shared("shared_expert"))},
-        lambda config: RouterConfig(
-            score="sigmoid",
-            score_before_topk=False,
-            renormalize=False,
-            weight_on="input",
-            jitter=float(optional(config, "router_jitter_noise", 0.0)),
-        ),
+        readers.llama4,
         expert_dim=_INTERMEDIATE,
-        shared_dim=_shared_width("intermediate_size"),
+        shared_dim=readers.shared_width("intermediate_size"),
     ),
     Family(
         ("hunyuan_v1_moe",),
         _both(_router("gate.wg.weight"), rest=_shared("shared_mlp")),
-        _softmax(True),
+        readers.softmax(True),
         top_k=("moe_topk",),
         expert_dim=_INTERMEDIATE,
-        shared_dim=_shared_width("intermediate_size"),
+        shared_dim=readers.shared_width("intermediate_size"),
     ),
     Family(
         ("phimoe",),
@@ -398,13 +269,15 @@ _TABLE = (
             # The released files are older than the router's name.
             "per_expert": (*_router(), *_linears(_W1_W3_W2)),
         },
-        lambda config: RouterConfig(
-            sparse_mixer_eps=float(optional(config, "router_jitter_noise", 0.01)),
-            jitter=float(optional(config, "input_jitter_noise", 0.0)),
-        ),
+        readers.phimoe,
         expert_dim=_INTERMEDIATE,
     ),
-    Family(("jamba",), _both(_router("router.weight")), _softmax(False), expert_dim=_INTERMEDIATE),
+    Family(
+        ("jamba",),
+        _both(_router("router.weight")),
+        readers.softmax(False),
+        expert_dim=_INTERMEDIATE,
+    ),
 )
 
 FAMILIES: dict[str, Family] = {name: family for family in _TABLE for name in family.names}
