@@ -4,6 +4,7 @@
 
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "cpu/large_pages.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
@@ -150,6 +151,7 @@ class ExpertDownBackward final : public RowGemm {
 
 Status expert_down_backward(const ExpertDownBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  prefer_large_pages({args.dh, args.dh_q, args.pa});
   for (const Tensor& out : {args.dh, args.dh_q, args.pa}) clear_rows_outside(args.offsets, out);
   clear_scales_outside(args.offsets, args.dh_scale);
   ExpertDownBackward problem(args);

@@ -2,6 +2,7 @@
 
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "cpu/large_pages.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
 
@@ -88,6 +89,7 @@ class ExpertUp final : public RowGemm {
 
 Status expert_up(const ExpertUpArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  prefer_large_pages({args.h, args.a});
   clear_rows_outside(args.offsets, args.h);
   clear_rows_outside(args.offsets, args.a);
   clear_scales_outside(args.offsets, args.h_scale);

@@ -1,5 +1,6 @@
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "cpu/large_pages.h"
 #include "cpu/row_gemm.h"
 #include "dropless/experts.h"
 
@@ -40,6 +41,7 @@ class ExpertUpBackward final : public RowGemm {
 
 Status expert_up_backward(const ExpertUpBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  prefer_large_pages({args.dx_rows});
   clear_rows_outside(args.offsets, args.dx_rows);
   ExpertUpBackward(args).run(executor);
   return Status();

@@ -2,6 +2,7 @@
 
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "cpu/large_pages.h"
 #include "cpu/row_gemm.h"
 
 namespace dropless::cpu {
@@ -39,6 +40,7 @@ class GroupedGemm final : public RowGemm {
 
 Status grouped_gemm(const GroupedGemmArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  prefer_large_pages({args.out});
   clear_rows_outside(args.offsets, args.out);
   GroupedGemm(args).run(executor);
   return Status();

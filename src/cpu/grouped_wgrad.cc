@@ -4,6 +4,7 @@
 
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "cpu/large_pages.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
 #include "cpu/scratch.h"
@@ -186,6 +187,7 @@ class GroupedWgrad final : public GemmProblem {
 
 Status grouped_wgrad(const GroupedWgradArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  prefer_large_pages({args.dw[0], args.dw[1]});
   GroupedWgrad(args).run(executor);
   return Status();
 } catch (...) {

@@ -48,6 +48,7 @@ void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_
       // The rest of a width like 6 is copied by a known count: a partial vector takes 10 times as
       // long where the instruction set has no masks.
       constexpr int kWhole = kWidth / kLanes * kLanes;
+#pragma GCC unroll 8
       for (int w = 0; w < kWhole; w += kLanes) store(out + w, Source::some(row + w, kLanes));
       Source::template copy<kWidth - kWhole>(row + kWhole, out + kWhole);
       continue;
@@ -60,20 +61,50 @@ void pack_depth_major(const void* const* rows, int64_t offset, int count, int64_
   }
 }
 
+// [kLanes, kWidth] of a panel from w0 on: kLanes elements of each of the rows `row(w)`, of which
+// there are count - w0.
+template <int kWidth, class Row>
+DROPLESS_INLINE void pack_square(Row row, int w0, int count, int64_t depth, float* out) {
+  VF v[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) v[i] = w0 + i < count ? row(w0 + i) : VF{};
+  transpose(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i >= depth) break;
+    if (w0 + kLanes <= kWidth) {
+      store(out + i * kWidth + w0, v[i]);
+    } else {  // by a known count, as above
+      __builtin_memcpy(out + i * kWidth + w0, &v[i], kWidth % kLanes * sizeof(float));
+    }
+  }
+}
+
 // Element (k, w) of the panel is rows[w][offset + k].
 template <int kWidth, class Source>
 void pack_transposed(const void* const* rows, int64_t offset, int count, int64_t k, void* panel) {
+  // The whole cache line of a row before the next rows: rows whose distance is a large power of two
+  // share so few sets of the first-level cache that a line would be gone before its next use.
+  constexpr int kSquares = 16 / kLanes;
   float* out = static_cast<float*>(panel);
-  for (int64_t k0 = 0; k0 < k; k0 += kLanes, out += kLanes * kWidth) {
+  int64_t k0 = 0;
+  for (; k0 + kSquares * kLanes <= k; k0 += kSquares * kLanes) {
+    for (int w0 = 0; w0 < kWidth; w0 += kLanes) {
+#pragma GCC unroll 4
+      for (int s = 0; s < kSquares; ++s) {
+        const int64_t from = offset + k0 + s * kLanes;
+        pack_square<kWidth>(
+            [&](int w) { return Source::some(Source::row(rows[w]) + from, kLanes); }, w0, count,
+            kLanes, out + (k0 + s * kLanes) * kWidth);
+      }
+    }
+  }
+  for (; k0 < k; k0 += kLanes) {
     const int64_t depth = k - k0 < kLanes ? k - k0 : kLanes;
     for (int w0 = 0; w0 < kWidth; w0 += kLanes) {
-      VF v[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        v[i] = w0 + i < count ? Source::some(Source::row(rows[w0 + i]) + offset + k0, depth) : VF{};
-      }
-      transpose(v);
-      const int width = kWidth - w0 < kLanes ? kWidth - w0 : kLanes;
-      for (int64_t i = 0; i < depth; ++i) put(out + i * kWidth + w0, v[i], width);
+      pack_square<kWidth>(
+          [&](int w) { return Source::some(Source::row(rows[w]) + offset + k0, depth); }, w0, count,
+          depth, out + k0 * kWidth);
     }
   }
 }
