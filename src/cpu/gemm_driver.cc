@@ -269,15 +269,20 @@ class Run {
                       const GemmStrip& strip, const char* b, int64_t b_panels, int64_t b_bytes,
                       const float* b_scales, int64_t scale_stride, bool accumulate, bool last) {
     const float* a_scales = nullptr;
-    const char* a = packed_a(part, block, strip, &a_scales);
-    const int64_t next = strip.m0 + kernel_.mr;
-    const int64_t next_rows = std::min<int64_t>(kernel_.mr, item.m_end - next);
+    const char* a = packed_a(part, item, block, strip, &a_scales);
+    // The panels of A that are packed next, and which strip of those at hand this is.
+    const int64_t together = p_.strips_together * kernel_.mr;
+    const int64_t place = (strip.m0 - item.m_begin) % together;
+    const int64_t next = strip.m0 - place + together;
+    const int64_t next_rows = std::min(together, item.m_end - next);
+    const int64_t first_share = place / kernel_.mr * b_panels;
     const int64_t per_segment = b_panels / p_.n_segments;
     for (int64_t j = 0; j < b_panels; ++j) {
       multiply(block, strip.rows, a, a_scales, b + j * b_bytes, b_scales + j * kernel_.nr,
                scale_stride, strip.c + j * kernel_.nr, strip.ldc, accumulate);
       if (!p_.scaled && next_rows > 0) {
-        p_.prefetch_a(part.group, next, next_rows, block, j, b_panels);
+        p_.prefetch_a(part.group, next, next_rows, block, first_share + j,
+                      p_.strips_together * b_panels);
       }
       if (last && kernel_.prefetch_store) {
         const int64_t n = j % per_segment * kernel_.nr;
@@ -287,8 +292,8 @@ class Run {
     }
   }
 
-  const char* packed_a(const Part& part, const KBlock& block, const GemmStrip& strip,
-                       const float** scales) {
+  const char* packed_a(const Part& part, const Item& item, const KBlock& block,
+                       const GemmStrip& strip, const float** scales) {
     if (p_.scaled) {
       const char* panel =
           packed_a_ + part.a_offset + (strip.m0 - part.m_begin) / kernel_.mr * part.panel_bytes;
@@ -296,10 +301,15 @@ class Run {
                 block.scale_begin * kernel_.mr;
       return panel + block.packed_begin * kernel_.mr * kernel_.element_bytes;
     }
-    static thread_local Scratch scratch;  // <= mr * k_block elements
-    char* panel = scratch.reserve(part.longest * kernel_.mr * kernel_.element_bytes);
-    p_.pack_a(kernel_, part.group, strip.m0, strip.rows, block, panel, nullptr, 0);
-    return panel;
+    static thread_local Scratch scratch;  // <= strips_together * mr * k_block elements
+    const int64_t panel_bytes = part.longest * kernel_.mr * kernel_.element_bytes;
+    char* panels = scratch.reserve(p_.strips_together * panel_bytes);
+    const int64_t place = (strip.m0 - item.m_begin) / kernel_.mr % p_.strips_together;
+    if (place == 0) {
+      const int64_t rows = std::min(p_.strips_together * kernel_.mr, item.m_end - strip.m0);
+      p_.pack_a(kernel_, part.group, strip.m0, rows, block, panels, nullptr, panel_bytes);
+    }
+    return panels + place * panel_bytes;
   }
 
   void multiply(const KBlock& block, int count, const char* a, const float* a_scales, const char* b,

@@ -6,7 +6,8 @@
 //
 //   item     one thread's work: a group's n-panel and a range of its rows
 //   K block  along the contraction: an item packs B once a block and adds each block's product to C
-//   strip    mr rows of an item: their panel of A is packed just before it is used
+//   strip    mr rows of an item: their panel of A is packed just before it is used, alone or with
+//            the next ones'
 //   tile     [mr, nr] of C: one call of the micro-kernel
 //
 // Where packing A is dear (FP8 has to be decoded or quantised), it is done once for all items
@@ -68,6 +69,9 @@ class GemmProblem {
   int k_segments = 1;  // matrices B that share C, one below the other; also segments of A's columns
   // Products are scaled per 128 of the contraction, by a_scale[row] * b_scale[column].
   bool scaled = false;
+  // Strips whose A is packed together, unless it is packed beforehand: more than one where a row of
+  // A lies across the panels, so that a cache line of it serves all panels it reaches into.
+  int64_t strips_together = 1;
 
   // Packs rows [m0, m0 + count) of A, consecutive panels `panel_bytes` apart, and if scaled each
   // panel's scales as [128-blocks, mr], as far apart.

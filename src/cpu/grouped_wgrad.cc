@@ -15,6 +15,10 @@ namespace dropless::cpu {
 namespace {
 
 constexpr int64_t kMaxJobColumns = 512;  // of A packed by one call: 8 panels of any kernel
+// Columns of x packed together without FP8, in bytes of a row: of the three or four cache lines that
+// they touch, one is fetched twice. 8 panels of the deepest block still fit a second-level cache.
+constexpr int64_t kJobBytes = 192;
+constexpr int64_t kMaxStripsTogether = 8;
 
 // dw[e] = x^T dy over the rows of expert e: the groups lie on the contraction, so each has its own
 // k.
@@ -36,9 +40,12 @@ class GroupedWgrad final : public GemmProblem {
     scaled = args.fp8;
   }
 
-  void run(Executor& executor) const {
+  void run(Executor& executor) {
     const bool f32 = args_.x.dtype == DType::kF32 && !args_.fp8;
-    run_gemm(*this, f32 ? *kernels_.f32 : *kernels_.bf16, *kernels_.rows, executor);
+    const GemmKernel& kernel = f32 ? *kernels_.f32 : *kernels_.bf16;
+    const int64_t bytes = kernel.mr * size_of(args_.x.dtype);
+    strips_together = std::clamp<int64_t>(kJobBytes / bytes, 1, kMaxStripsTogether);
+    run_gemm(*this, kernel, *kernels_.rows, executor);
   }
 
   void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
