@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -96,6 +98,28 @@ def test_scales_beyond_bfloat16_are_infinite_or_nan():
     down = np.asarray(params["experts"]["down"], np.float32)
     assert np.isposinf(down[0, :2, 0]).all()
     assert np.isnan(down[1, :32, 0]).all() and not np.isnan(down[1, 32:, 0]).any()
+
+
+def test_no_more_than_one_tensor_is_held_beside_the_result():
+    h, i, e = 256, 320, 12
+    config = CONFIG | {"hidden_size": h, "intermediate_size": i, "num_local_experts": e}
+    cfg, _ = dropless.models.block_config(config)
+    params = jax.tree.map(np.asarray, dropless.init(jax.random.key(0), h, cfg))
+    tensors = dropless.models.to_hf(cfg, params, config)
+    rng = np.random.default_rng(1)
+    for name, width, out in ("gate_up_proj", h, 2 * i), ("down_proj", i, h):
+        del tensors[f"experts.{name}"]
+        blocks = (e, out, width // 32)
+        tensors[f"experts.{name}_blocks"] = rng.integers(0, 256, (*blocks, 16), np.uint8)
+        tensors[f"experts.{name}_scales"] = rng.integers(110, 130, blocks).astype(np.uint8)
+    tracemalloc.start()
+    _, got = dropless.models.from_hf(config, tensors)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    result = sum(leaf.nbytes for leaf in jax.tree.leaves(got))
+    gate_up = 2 * e * h * 2 * i  # bytes, in bfloat16
+    # An expert's codes on the way are 64-bit indices of a table: 8 bytes each, twice.
+    assert peak < result + gate_up + 16 * h * 2 * i + 200_000
 
 
 def test_o1_blocks_and_scales_come_together_in_their_shapes():
