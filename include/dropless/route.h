@@ -29,7 +29,7 @@ struct RouterOptions {
   bool renormalize_clamp = false;  // or, instead of S + eps, by max(S, eps) (ERNIE-4.5, 1e-12)
   // Group-limited selection: experts form num_groups equal groups of neighbours; the groups_kept
   // groups with the best scores are kept (equal scores: the lowest group first, NaN last), and the
-  // ranked values of the others are replaced by -inf, or by 0 as in DeepSeek's published code. A
+  // ranked values of the others are replaced by -inf, or by 0 as in transformers before 5. A
   // group's score is the sum, from the largest down, of its group_score_experts best ranked values:
   // 1 is their maximum (DeepSeek-V2), 2 DeepSeek-V3's rule.
   int32_t num_groups = 1;
