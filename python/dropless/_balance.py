@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dropless._sharding import axis_names
+from dropless._checks import as_array, check_integer
+from dropless._sharding import bound_axis_names
 
 
 def load_balance_loss(
@@ -31,12 +32,22 @@ def load_balance_loss(
       tokens: scalar integer, the tokens that ``expert_counts`` counts (padding excluded).
       experts_per_token: K.
     """
-    counts, prob_sum, tokens = (jnp.asarray(a) for a in (expert_counts, prob_sum, tokens))
+    counts = as_array("expert_counts", expert_counts, "[E] of integers")
+    prob_sum = as_array("prob_sum", prob_sum, "[E] float32")
+    tokens = as_array("tokens", tokens, "() of integers")
+    check_integer("experts_per_token", experts_per_token, 1)
     if counts.ndim != 1 or prob_sum.shape != counts.shape:
         raise ValueError(
             f"expert_counts and prob_sum must both have shape [E]; got {counts.shape} and "
             f"{prob_sum.shape}."
         )
+    if not jnp.issubdtype(prob_sum.dtype, jnp.floating):
+        raise TypeError(f"prob_sum must be float32; got {prob_sum.dtype.name}.")
+    for name, array in (("expert_counts", counts), ("tokens", tokens)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} must be integers; got {array.dtype.name}.")
+    if tokens.ndim:
+        raise ValueError(f"tokens must be one integer, of shape (); got shape {tokens.shape}.")
     real = jnp.maximum(tokens, 1).astype(jnp.float32)
     fraction = counts.astype(jnp.float32) / (experts_per_token * real)
     return counts.shape[0] * jnp.sum(fraction * (prob_sum / real))
@@ -127,7 +138,11 @@ def update_selection_bias(
     Returns:
       [E] float32.
     """
-    bias, counts = jnp.asarray(selection_bias), jnp.asarray(expert_counts)
+    bias = as_array("selection_bias", selection_bias, "[E] float32")
+    counts = as_array("expert_counts", expert_counts, "[E] of integers")
+    rate = as_array("rate", rate, "() of a real number")
+    if rate.ndim or not any(jnp.issubdtype(rate.dtype, k) for k in (jnp.floating, jnp.integer)):
+        raise TypeError(f"rate must be one real number; got {rate.dtype.name}{list(rate.shape)}.")
     if bias.ndim != 1 or bias.dtype != jnp.float32:
         raise ValueError(
             f"selection_bias must be float32 [E]; got {bias.dtype.name}{list(bias.shape)}."
@@ -137,7 +152,7 @@ def update_selection_bias(
             f"expert_counts must be integers of selection_bias's shape {bias.shape}; got "
             f"{counts.dtype.name}{list(counts.shape)}."
         )
-    axes = axis_names("axis_name", axis_name)
+    axes = bound_axis_names("axis_name", axis_name)
     if axes:
         counts = jax.lax.psum(counts, axes)
     # counts < mean without their sum, which may pass int32: quotient and remainder by E apart.

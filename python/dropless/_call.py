@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,24 @@ _ATTRIBUTE_TYPES = {
     "up_limit": np.float32,
     "up_offset": np.float32,
 }
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(op: str, arrays: Any) -> Any:
+    """``arrays``, with an error in words where a derivative is asked of the operation itself."""
+    del op
+    return arrays
+
+
+@_once.defjvp
+def _refuse_second_derivative(op, primals, tangents):
+    raise NotImplementedError(
+        f"the operation {op} of Dropless has no derivative of its own: dropless.moe, route and "
+        f"unpermute with weights can be differentiated once, in reverse mode, and this is a second "
+        f"derivative. dropless.ragged_dot, grouped_wgrad and permute have one: jax.grad of "
+        f"jax.grad, or jax.jacrev of jax.jacrev for a Hessian."
+    )
+
 
 # A result: its shape and dtype, or None when the caller does not want it.
 Result = tuple[tuple[int, ...], Any] | None
@@ -83,7 +102,7 @@ def call(
     if workspace is not None:
         specs.append(((_library.workspace_bytes(op, *workspace),), jnp.uint8))
     arrays = [jnp.zeros((0,), jnp.float32) if o is None else o for o in operands]
-    arrays = jax.tree.leaves(unify_axes(arrays))
+    arrays = _once(op, jax.tree.leaves(unify_axes(arrays)))
     axes = varying_axes(arrays)
     where = {}
     if axes:

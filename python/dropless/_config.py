@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dropless._activation import ACTIVATIONS, Activation
-from dropless._checks import check_flag, check_integer, check_one_of, check_real
+from dropless._checks import MAX_EXPERTS, check_flag, check_integer, check_one_of, check_real
 
 _log = logging.getLogger("dropless")
 
@@ -216,7 +216,7 @@ class MoEConfig:
     num_sms: None = None
 
     def __post_init__(self):
-        check_integer("num_experts", self.num_experts, 1)
+        check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
         check_integer("experts_per_token", self.experts_per_token, 1)
         if self.experts_per_token > self.num_experts:
             raise ValueError(

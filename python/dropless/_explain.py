@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dropless import _library
+from dropless._checks import check_integer
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec, wgrad_workspaces
@@ -173,8 +174,7 @@ def explain(
     """
     check_config(cfg)
     for name, value in (("tokens", tokens), ("model_dim", model_dim)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int >= 1; got {value!r}.")
+        check_integer(name, value, 1)
     check_rows(tokens, cfg.experts_per_token)
     found = device_in_use(None) if device is None else device_of(device)
     if dtype is None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless import _balance, _router_gemm, _routing
+from dropless._checks import as_array, check_key
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._experts import Spec, experts
 from dropless._params import (
@@ -21,7 +22,7 @@ from dropless._params import (
     check_prepared,
 )
 from dropless._routing import Routing
-from dropless._sharding import axis_names, sharded, token_sharding
+from dropless._sharding import bound_axis_names, sharded, token_sharding
 from dropless._shared import shared_expert
 from dropless._weighted_input import experts_of_weighted_input
 
@@ -181,9 +182,9 @@ def moe(
     y = sum over the chosen experts e of p_e * down_e(act(gate_e(x)) * up_e(x)), plus the output of
     the shared expert if there is one. Pure: it works
     under jit, grad, vmap, scan, checkpoint and shard_map. Reverse mode only, and once: forward-mode
-    differentiation (``jax.jvp``, ``jax.jacfwd``, ``jax.hessian``) raises JAX's error about
-    ``custom_vjp``, a second gradient its error about FFI calls. Shapes are numbers: ``jax.export``
-    of the layer takes no symbolic dimension of x.
+    differentiation (``jax.jvp``, ``jax.jacfwd``, ``jax.hessian``) raises JAX's ``TypeError`` about
+    ``custom_vjp``, a second gradient ``NotImplementedError``. Shapes are numbers: ``jax.export`` of
+    the layer takes no symbolic dimension of x.
 
     Args:
       x: [..., H] float32 or bfloat16.
@@ -218,10 +219,17 @@ def moe(
       ValueError, TypeError: an argument is not what is listed above; raised when traced.
       NotImplementedError: ``expert_axis`` has more than one device.
     """
-    x = jnp.asarray(x)
+    x = as_array("x", x, "[..., H] float32 or bfloat16")
     mask, expert_ids, token_ids = (
-        a if a is None else jnp.asarray(a) for a in (mask, expert_ids, token_ids)
+        a if a is None else as_array(name, a, expected)
+        for name, a, expected in (
+            ("mask", mask, "[...] of bool or integers"),
+            ("expert_ids", expert_ids, "[..., K] of integers"),
+            ("token_ids", token_ids, "[...] of integers"),
+        )
     )
+    if jitter_key is not None:
+        check_key("jitter_key", jitter_key)
     _check_input(x, mask, expert_ids, token_ids, cfg)
     check_params(params, cfg, x.shape[-1])
     if prepared is not None and cfg.precision == "auto":
@@ -231,7 +239,7 @@ def moe(
     if prepared is not None:
         check_prepared(prepared, params, cfg, precision)
     spec = Spec.of(cfg, precision)
-    axes = axis_names("axis_name", axis_name)
+    axes = bound_axis_names("axis_name", axis_name)
     sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
     if x.size == 0:
         return jnp.zeros_like(x), MoEAux.zeros(cfg.num_experts)

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dropless._call import call
+from dropless._checks import check_integer, check_key
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 
 # Leaves that are state: no gradient and no optimiser changes them.
@@ -23,9 +25,11 @@ Params = Mapping[str, Mapping[str, jax.Array]]
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
+    if isinstance(dtype, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be float32 or bfloat16; got an array.")
     try:
         dtype = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"{name} must be float32 or bfloat16; got {dtype!r}.") from None
     if dtype == jnp.float16:
         raise TypeError(
@@ -35,6 +39,11 @@ def check_float_dtype(name: str, dtype: Any) -> None:
     if dtype not in PARAM_DTYPES:
         came = "None" if dtype is None else dtype.name
         raise TypeError(f"{name} must be float32 or bfloat16; got {came}.")
+
+
+def check_kernel_init(kernel_init: Any) -> None:
+    if kernel_init is not None and not callable(kernel_init):
+        raise TypeError(f"kernel_init must be a function or None; got {kernel_init!r}.")
 
 
 def param_shapes(model_dim: int, cfg: MoEConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -103,13 +112,12 @@ def init(
         matrix of every expert on its own, so that the fan does not depend on E. Default: LeCun
         normal.
     """
-    if isinstance(model_dim, bool) or not isinstance(model_dim, int) or model_dim < 1:
-        raise ValueError(f"model_dim must be an int >= 1; got {model_dim!r}.")
+    check_key("key", key)
+    check_integer("model_dim", model_dim, 1)
     check_config(cfg)
     check_float_dtype("param_dtype", param_dtype)
+    check_kernel_init(kernel_init)
     kernel_init = jax.nn.initializers.lecun_normal() if kernel_init is None else kernel_init
-    if not callable(kernel_init):
-        raise TypeError(f"kernel_init must be a function or None; got {kernel_init!r}.")
 
     def matrices(matrix_key, shape):
         def one(expert_key):
@@ -173,7 +181,7 @@ def check_params(params: Params, cfg: MoEConfig, model_dim: int) -> int:
             if name not in params.get(group, {}):
                 raise ValueError(f"{label} is missing; expected an array of shape {shape}.")
             leaf = params[group][name]
-            if not hasattr(leaf, "dtype"):
+            if not hasattr(leaf, "dtype") or isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(
                     f"{label} must be an array of shape {shape}; got {type(leaf).__name__}."
                 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dropless._call import call, unify_axes
+from dropless._checks import as_array, in_words
 from dropless._params import check_float_dtype
 from dropless._routing import Plan
 
@@ -51,7 +52,13 @@ def _check_group_offset(group_offset: Any, last: int) -> jax.Array | None:
         isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True)
         for leaf in jax.tree.leaves(group_offset)
     )
-    group_offset = np.asarray(group_offset) if known else jnp.asarray(group_offset)
+    try:
+        # numpy holds integers that int32 does not, for the error below.
+        group_offset = np.asarray(group_offset) if known else jnp.asarray(group_offset)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"group_offset must be one integer, of shape () or (1,); got {in_words(group_offset)}."
+        ) from None
     if group_offset.size != 1 or not jnp.issubdtype(group_offset.dtype, jnp.integer):
         raise TypeError(
             f"group_offset must be one integer, of shape () or (1,); got {group_offset.dtype.name}"
@@ -99,7 +106,9 @@ def ragged_dot(
         above.
     """
     del precision
-    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    lhs = as_array("lhs", lhs, "[M, C] float32 or bfloat16")
+    rhs = as_array("rhs", rhs, "[G, C, N] float32 or bfloat16")
+    group_sizes = as_array("group_sizes", group_sizes, "[G] of integers")
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
             f"lhs and rhs must be [M, C] and [G, C, N] of one C; got {lhs.shape} and {rhs.shape}."
@@ -170,15 +179,17 @@ def grouped_wgrad(
     Raises:
       ValueError, TypeError: a shape or dtype is not what is listed above.
     """
-    x, dy, group_sizes = jnp.asarray(x), jnp.asarray(dy), jnp.asarray(group_sizes)
+    x = as_array("x", x, "[M, C] float32 or bfloat16")
+    dy = as_array("dy", dy, "[M, N] of x's dtype")
+    group_sizes = as_array("group_sizes", group_sizes, "[G] of integers")
     if x.ndim != 2 or dy.ndim != 2 or x.shape[0] != dy.shape[0]:
         raise ValueError(
-            f"grouped_wgrad needs x [M, C] and dy [M, N] of one M; got {x.shape} and {dy.shape}."
+            f"x and dy must be [M, C] and [M, N] of one M; got {x.shape} and {dy.shape}."
         )
     check_float_dtype("x", x.dtype)
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have the dtype of x, {x.dtype.name}; got {dy.dtype.name}.")
-    into = None if into is None else jnp.asarray(into)
+    into = None if into is None else as_array("into", into, "[G, C, N] float32 or bfloat16")
     offsets = _offsets_of(
         group_sizes, group_sizes.shape[0] if group_sizes.ndim else 0, x.shape[0], None
     )
@@ -242,7 +253,7 @@ def permute(x: jax.Array, plan: Plan) -> jax.Array:
       [M, H]: row r is ``x[slot_of_row[r] // K]``; rows without a slot are 0.
     """
     _check_plan(plan)
-    x = jnp.asarray(x)
+    x = as_array("x", x, "[T, H] float32 or bfloat16")
     _check_rows_argument("x", x, plan.row_of_slot.shape[0], "T")
     return _permute(*unify_axes((x, plan.slot_of_row, plan.row_of_slot)))
 
@@ -259,11 +270,11 @@ def unpermute(rows: jax.Array, plan: Plan, weights: jax.Array | None = None) -> 
       [T, H]: the sum over k, in order, of ``weights[t, k] * rows[row_of_slot[t, k]]``.
     """
     _check_plan(plan)
-    rows = jnp.asarray(rows)
+    rows = as_array("rows", rows, "[M, H] float32 or bfloat16")
     _check_rows_argument("rows", rows, plan.row_of_slot.size, "M")
     if weights is None:
         return _gather_sum(*unify_axes((rows, plan.slot_of_row, plan.row_of_slot)))
-    weights = jnp.asarray(weights)
+    weights = as_array("weights", weights, "[T, K] float32")
     if weights.shape != plan.row_of_slot.shape or weights.dtype != jnp.float32:
         raise ValueError(
             f"weights must be float32{list(plan.row_of_slot.shape)}; got {weights.dtype.name}"

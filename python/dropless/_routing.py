@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
-from dropless._checks import check_integer
+from dropless._checks import MAX_EXPERTS, as_array, check_integer
 from dropless._config import SCORES, MoEConfig, RouterConfig, check_config
 from dropless._params import check_float_dtype
 from dropless._sparse_mixer import draws, sparse_mixer
@@ -126,9 +126,15 @@ def route(
       ValueError, TypeError: a shape or dtype is not what is listed above.
     """
     check_config(cfg)
-    logits, mask, selection_bias, expert_ids, expert_scale = (
-        a if a is None else jnp.asarray(a)
-        for a in (logits, mask, selection_bias, expert_ids, expert_scale)
+    logits = as_array("logits", logits, "[T, E] float32 or bfloat16")
+    mask, selection_bias, expert_ids, expert_scale = (
+        a if a is None else as_array(name, a, expected)
+        for name, a, expected in (
+            ("mask", mask, "[T] of bool or integers"),
+            ("selection_bias", selection_bias, "[E] float32"),
+            ("expert_ids", expert_ids, "[T, K] of integers"),
+            ("expert_scale", expert_scale, "[E] float32 or bfloat16"),
+        )
     )
     e, k = cfg.num_experts, cfg.experts_per_token
     if logits.ndim != 2 or logits.shape[1] != e:
@@ -301,11 +307,11 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
     Returns:
       A ``Plan``.
     """
-    ids = jnp.asarray(ids)
+    ids = as_array("ids", ids, "[T, K] int32")
     if ids.ndim != 2 or ids.dtype != jnp.int32:
         raise ValueError(f"ids must be [T, K] int32; got {ids.dtype.name}{list(ids.shape)}.")
-    check_integer("num_experts", num_experts, 1)
-    check_integer("capacity", capacity, 0)
+    check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    check_integer("capacity", capacity, 0, None)
     t, k = ids.shape
     check_rows(t, k)
     i32 = jnp.int32

@@ -57,6 +57,20 @@ def axis_names(argument: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def bound_axis_names(argument: str, value: Any) -> tuple[str, ...]:
+    """``axis_names``, each the name of an axis of the ``shard_map`` around the caller."""
+    names = axis_names(argument, value)
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{argument} must name axes of the shard_map (or vmap, pmap) that calls; got "
+                f"{name!r}, which is bound by none."
+            ) from None
+    return names
+
+
 def _mesh_for(x: jax.Array, mesh: Any) -> Any:
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -77,6 +91,8 @@ def _mesh_for(x: jax.Array, mesh: Any) -> Any:
 def _check_axes(mesh: Any, given: bool, token_axes: Sequence[str], expert_axis: str | None) -> None:
     names = tuple(mesh.axis_names)
     if expert_axis is not None:
+        if not isinstance(expert_axis, str):
+            raise TypeError(f"expert_axis must be a mesh axis's name; got {expert_axis!r}.")
         if expert_axis not in names:
             raise ValueError(
                 f'expert_axis="{expert_axis}" must be an axis of the mesh; got a mesh with '

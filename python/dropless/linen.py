@@ -12,10 +12,11 @@ from flax import linen as nn
 
 from dropless._activation import Activation
 from dropless._balance import update_selection_bias
+from dropless._checks import as_array
 from dropless._config import MoEConfig, RouterConfig
 from dropless._layer_options import check_dropout
 from dropless._moe import moe
-from dropless._params import STATE_NAMES, init, initial_vector, param_shapes
+from dropless._params import STATE_NAMES, check_float_dtype, init, initial_vector, param_shapes
 
 __all__ = ["MoELayer"]
 
@@ -129,7 +130,9 @@ class MoELayer(nn.Module):
         """
         cfg = self.config
         check_dropout(self.dropout)
-        shape = jnp.shape(x)
+        x = as_array("x", x, "[..., H] float32 or bfloat16")
+        check_float_dtype("x", x.dtype)
+        shape = x.shape
         if not shape or shape[-1] == 0:
             raise ValueError(f"x must have shape [..., H] with H >= 1; got {shape}.")
         y, aux = moe(x, self._params(shape[-1]), cfg, mask=mask, **kwargs)

@@ -16,10 +16,17 @@ from flax import nnx
 from jax import lax
 
 from dropless._balance import update_selection_bias
+from dropless._checks import as_array
 from dropless._config import MoEConfig
 from dropless._layer_options import check_dropout, layer_config
 from dropless._moe import MoEAux, moe
-from dropless._params import STATE_NAMES, check_float_dtype, init, prepare_experts
+from dropless._params import (
+    STATE_NAMES,
+    check_float_dtype,
+    check_kernel_init,
+    init,
+    prepare_experts,
+)
 
 __all__ = ["AuxState", "MoELayer", "RouterState"]
 
@@ -151,6 +158,7 @@ class MoELayer(nnx.Module):
             raise TypeError(
                 f"rngs: expected flax.nnx.Rngs or None, got {type(rngs).__name__}; try nnx.Rngs(0)"
             )
+        check_kernel_init(kernel_init)
         self.param_dtype = param_dtype
         self.kernel_init = kernel_init
         key = rngs.params()  # before the dropout's, so that a rate does not change the parameters
@@ -267,7 +275,7 @@ class MoELayer(nnx.Module):
     def _params_for(self, x: jax.Array) -> Mapping[str, Any]:
         if self.pending_key is None:
             return self.params
-        shape = jnp.shape(x)
+        shape = as_array("x", x, "[..., H] float32 or bfloat16").shape
         if not shape or shape[-1] == 0:
             raise ValueError(
                 f"x: expected [..., H] with H > 0 to take the model width from, got shape {shape}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 
+import jax
 import pytest
 
 from dropless.train import config as settings
@@ -89,9 +92,21 @@ def test_a_text_shorter_than_its_windows_says_how_much_is_needed(capsys, tmp_pat
         (["--text", ""], "--text: must be a path, not ''"),
         (["--out", ""], "--out: must be a path, not ''"),
         (["--tokenizer", ""], "--tokenizer: must be a path, not ''"),
-        (["--lr", "nan"], "must be a positive number, not 'nan'"),
-        (["--lr", "-1"], "must be a positive number"),
-        (["--expert-capacity-factor", "0"], "must be a positive number, not '0'"),
+        (["--batch", "0"], "--batch-size/--batch: must be a whole number of at least 1, not '0'"),
+        (["--seq", "-5"], "--seq-len/--seq: must be a whole number of at least 1, not '-5'"),
+        (["--model-dim", "-24"], "--model-dim: must be a whole number of at least 1, not '-24'"),
+        (["--eval-every", "1e3"], "--eval-every: must be a whole number of at least 1, not '1e3'"),
+        (["--warmup-steps", ""], "--warmup-steps: must be a whole number of at least 0, not ''"),
+        (["--layers", "5000"], "--layers must be at most 4096"),
+        (["--num-experts", "16777217"], "--num-experts must be at most 16777216"),
+        (["--model-dim", "6000000000"], "--model-dim must be at most 2147483647"),
+        (["--expert-dim", "6000000000"], "--expert-dim must be at most 2147483647"),
+        (["--batch", "134217728"], "--batch-size times --seq-len must be at most 2147483647"),
+        (["--lr", "nan"], "-lr: must be a positive number that float32 can hold, not 'nan'"),
+        (["--lr", "-1"], "--learning-rate/--lr: must be a positive number"),
+        (["--lr", "1e39"], "must be a positive number that float32 can hold, not '1e39'"),
+        (["--lr", "fast"], "must be a positive number that float32 can hold, not 'fast'"),
+        (["--expert-capacity-factor", "0"], "must be a positive number that float32 can hold"),
         (["--precision", "fp4"], "invalid choice: 'fp4'"),
         (["--ffn", "sparse"], "invalid choice: 'sparse'"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
@@ -128,12 +143,25 @@ def test_resume_with_nothing_there(capsys, tmp_path, text):
 
 def test_out_that_is_a_file_or_the_text_itself(capsys, tmp_path, text):
     assert "is a file" in refuse(capsys, tmp_path, "--text", text, "--out", text)
+    error = refuse(capsys, tmp_path, "--text", text, "--out", text / "inside" / "out")
+    assert "cannot be written: " in error and "text.txt is a file, not a folder" in error
     folder = tmp_path / "folder"
     folder.mkdir()
     write_text(folder / "a.txt")
     assert "is the text folder itself" in refuse(
         capsys, tmp_path, "--text", folder, "--out", folder
     )
+
+
+def test_out_that_cannot_be_written(capsys, tmp_path, text, monkeypatch):
+    long = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / ("a" * 300))
+    assert "--out" in long and "cannot be used: File name too long" in long
+    long = refuse(capsys, tmp_path, "--text", text, "--resume", "--out", tmp_path / ("a" * 300))
+    assert "there is no run to resume" in long
+    # Not by permissions, which do not bind everyone.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "not" / "there")
+    assert f"cannot be written: permission denied in {tmp_path}" in error
 
 
 def stored_run(tmp_path: pathlib.Path, text: pathlib.Path) -> pathlib.Path:
@@ -214,12 +242,86 @@ def test_too_little_memory_is_said_in_words(capsys, tmp_path, text, monkeypatch)
 
 
 def test_more_memory_than_any_machine_has_is_said_in_words(capsys, tmp_path, text):
-    huge = ("--expert-dim", 10**12)  # 4 PB a matrix: the allocation itself fails, in XLA
+    huge = ("--expert-dim", 2 * 10**9, "--num-experts", 1000)  # 1 PB a matrix: XLA's own failure
     arguments = ("--text", text, "--out", tmp_path / "out", *huge)
     assert main([str(argument) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert "dropless-train: error: there is not enough memory" in error
     assert "the model's sizes" in error and "Traceback" not in error
+
+
+# What XLA and Python say when memory ends in the middle of a step.
+NO_MEMORY = {
+    "in XLA": lambda: jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1"),
+    "in Python": lambda: MemoryError("Unable to allocate 633. GiB"),
+}
+
+
+@pytest.mark.parametrize("where", NO_MEMORY)
+def test_a_folder_whose_run_never_made_a_step_takes_another(
+    capsys, tmp_path, text, monkeypatch, where
+):
+    def step(*arguments):
+        raise NO_MEMORY[where]()
+
+    compiled = loop._Run.compile
+
+    def compile_it(run):
+        compiled(run)
+        run.train_step = step
+
+    monkeypatch.setattr(loop._Run, "compile", compile_it)
+    monkeypatch.setattr(loop, "time_parts", lambda *arguments: {"experts and router": 1.0})
+    out = tmp_path / "out"
+    arguments = ["--text", str(text), "--out", str(out), *SMALL, "--layers", "1", "--steps", "2"]
+    assert main(arguments) == 2
+    assert "there is not enough memory" in capsys.readouterr().err
+    assert not (out / "run.json").exists()
+    # Nothing to resume, so a new run, with other settings, is what is left.
+    assert "there is no run to resume" in refuse(
+        capsys, tmp_path, "--text", text, "--out", out, "--resume"
+    )
+    monkeypatch.setattr(loop._Run, "compile", compiled)
+    assert main([*arguments, "--batch-size", "2"]) == 0
+    assert json.loads((out / "run.json").read_text())["config"]["batch_size"] == 2
+    # That one is a run, and stays.
+    assert "already holds a run (run.json)" in refuse(capsys, tmp_path, *arguments)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/100/state", "report.png"])
+def test_what_a_run_left_is_never_overwritten_even_without_its_settings(
+    capsys, tmp_path, text, name
+):
+    left = tmp_path / "out" / name
+    left.parent.mkdir(parents=True)
+    left.write_text("something")
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out")
+    assert f"already holds a run ({name.split('/')[0]})" in error
+
+
+def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(
+    capsys, tmp_path, text, monkeypatch
+):
+    compiled = loop._Run.compile
+
+    def compile_slowly(run):
+        compiled(run)
+        stored_run(tmp_path, text)
+
+    monkeypatch.setattr(loop._Run, "compile", compile_slowly)
+    arguments = ["--text", str(text), "--out", str(tmp_path / "out"), *SMALL, "--layers", "1"]
+    assert main([*arguments, "--steps", "1"]) == 2
+    assert "already holds a run (run.json)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text()) == {"step": 1, "loss": 5.0}
+
+
+def test_a_full_disk_is_said_in_words(capsys, tmp_path, text, monkeypatch):
+    def train(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(loop, "train", train)
+    error = refuse(capsys, tmp_path, "--text", text, "--out", tmp_path / "out")
+    assert "No space left on device (metrics.jsonl)" in error
 
 
 def test_a_device_is_no_text(capsys, tmp_path):

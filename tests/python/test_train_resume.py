@@ -7,7 +7,7 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dropless.train import loop
+from dropless.train import folder, loop
 from dropless.train.cli import main
 from train_runs import (
     SMALL,
@@ -145,7 +145,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(text, whole, tmp_path, monkeypa
 def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path, capsys):
     out = tmp_path / "out"
     flags = ["--text", str(text), "--out", str(out), *FLAGS]
-    with loop._locked(out):
+    with folder.locked(out):
         assert main([*flags, "--steps", "1"]) == 2
     assert "another process is training" in capsys.readouterr().err
     assert not (out / "metrics.jsonl").exists()

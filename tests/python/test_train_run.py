@@ -247,7 +247,9 @@ def test_two_data_parallel_devices_train_as_one_does(run, text, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, capsys):
     flags = ["--learning-rate", "1e38", "--warmup-steps", "0", *SMALL, "--steps", "40"]
     assert main(["--text", str(text), "--out", str(tmp_path / "out"), *flags]) == 2
-    assert "not finite at step" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "not finite at step" in error and "there is no checkpoint yet" in error
+    assert "A lower --learning-rate than 1e+38" in error
     rows = records(tmp_path / "out")
     assert None in (rows[-1]["loss"], rows[-1]["grad_norm"])
     assert all(row["loss"] is not None for row in rows[:-1])

@@ -10,8 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from dropless.train.errors import UserError
+from dropless.train.folder import CHECKPOINT_FOLDER
 
-CHECKPOINT_FOLDER = "checkpoints"
 # The newest, and two to fall back on.
 _KEPT = 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import math
 import os
 import pathlib
@@ -13,13 +14,16 @@ from typing import Any, NoReturn
 
 from dropless.train import config as settings
 from dropless.train.errors import UserError
+from dropless.train.folder import refuse_used_folder
 
 # 2 is what shells and argparse use for a mistake in the command.
 _USAGE_ERROR = 2
 # Seeds and step numbers are 64-bit in JAX and in checkpoints.
 _LARGEST = 2**63 - 1
-# The files by which a folder is known to hold a run already.
-_RUN_FILES = (settings.RUN_FILE, "metrics.jsonl", "checkpoints", "report.html", "report.png")
+# float32, in which the program computes: from its smallest normal number to its largest.
+_SMALLEST_REAL, _LARGEST_REAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# What a folder or a disk may refuse in the middle of a run.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,8 +58,10 @@ def _positive(value: str) -> float:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number) or number <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, not {value!r}")
+    if not _SMALLEST_REAL <= number <= _LARGEST_REAL:  # false for NaN, too
+        raise argparse.ArgumentTypeError(
+            f"must be a positive number that float32 can hold, not {value!r}"
+        )
     return number
 
 
@@ -141,6 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"dropless-train: error: {error}", file=sys.stderr)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            where = f" ({error.filename})" if error.filename else ""
+            print(f"dropless-train: error: {error.strerror}{where}.", file=sys.stderr)
+            return _USAGE_ERROR
         if not _is_out_of_memory(error):
             raise
         print(
@@ -177,7 +187,7 @@ def _run(argv: Sequence[str] | None) -> int:
         stored, fingerprint = settings.read_run_file(out)
         config = settings.resume(stored, preset, given, out)
     else:
-        _refuse_used_folder(out)
+        refuse_used_folder(out)
         config, fingerprint = settings.resolve(preset or "tiny", given), None
     try:
         from dropless.train.loop import train
@@ -196,14 +206,3 @@ def _out_folder(named: str | None, preset: str, resuming: bool) -> pathlib.Path:
         raise UserError("--resume needs --out DIR, the folder of the run to continue.")
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return pathlib.Path("runs") / f"{preset}-{now}"
-
-
-def _refuse_used_folder(out: pathlib.Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file, not a folder.")
-    for name in _RUN_FILES:
-        if (out / name).exists():
-            raise UserError(
-                f"--out {out} already holds a run ({name}); add --resume to continue it, "
-                f"or name another folder."
-            )

@@ -9,6 +9,7 @@ import os
 import pathlib
 from typing import Any
 
+from dropless._checks import MAX_EXPERTS
 from dropless.train.errors import UserError
 
 RUN_FILE = "run.json"
@@ -17,6 +18,9 @@ BYTE_VOCABULARY = 256
 # What a resumed run may change without becoming another run: where it stops and how often it looks.
 FREE_ON_RESUME = frozenset({"steps", "eval_every", "checkpoint_every"})
 
+# Hours of compilation; the deepest models that people train have a few hundred.
+_MOST_LAYERS = 4096
+_MOST_TOKENS = 2**31 - 1
 
 # Whole numbers among the settings that are no sizes or counts of at least one.
 _MAY_BE_ZERO = frozenset({"seed", "warmup_steps", "schedule_steps"})
@@ -152,6 +156,15 @@ def check(config: RunConfig) -> None:
             f"--model-dim must be a multiple of twice --heads, for rotary positions turn pairs; "
             f"{config.model_dim} is not a multiple of {2 * config.heads}."
         )
+    for flag, value, most, why in (
+        ("--layers", config.layers, _MOST_LAYERS, "each is compiled on its own"),
+        ("--num-experts", config.num_experts, MAX_EXPERTS, "which float32 can number"),
+        ("--batch-size times --seq-len", config.tokens_per_step, _MOST_TOKENS, "numbered in int32"),
+        ("--model-dim", config.model_dim, _MOST_TOKENS, "numbered in int32"),
+        ("--expert-dim", config.expert_dim, _MOST_TOKENS, "numbered in int32"),
+    ):
+        if value > most:
+            raise UserError(f"{flag} must be at most {most} ({why}), not {value}.")
     if config.ffn == "moe" and config.experts_per_token > config.num_experts:
         raise UserError(
             f"--experts-per-token must be at most --num-experts, but {config.experts_per_token} "
@@ -237,7 +250,7 @@ def _show(value: Any) -> str:
 def read_run_file(out: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
     """The settings and the text's fingerprint that ``out`` was started with."""
     path = out / RUN_FILE
-    if not path.is_file():
+    if not os.path.isfile(path):  # false for names that are too long, too
         raise UserError(f"there is no run to resume in {out}; leave --resume out to start one.")
     try:
         values = json.loads(path.read_text())

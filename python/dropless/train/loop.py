@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import logging
@@ -29,6 +28,7 @@ from dropless.train.config import RunConfig, write_run_file
 from dropless.train.device import Device, choose_device, make_mesh
 from dropless.train.errors import UserError
 from dropless.train.feed_forward import compute_dtype, make_feed_forward
+from dropless.train.folder import locked, refuse_used_folder
 from dropless.train.metrics import Events, MetricsLog, make_record, read_metrics
 from dropless.train.progress import Progress
 from dropless.train.step import init_state, make_eval_step, make_train_step
@@ -76,27 +76,10 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
     )
     run = _Run(config, out, device, console, train_tokens, held_out_tokens)
     run.compile()
-    save_settings = functools.partial(write_run_file, out, config, read)
-    with _locked(out):
+    with locked(out):
         if fingerprint is None:
-            save_settings()  # first of all: whatever a kill leaves can then be resumed
-        return run.go(save_settings)
-
-
-@contextlib.contextmanager
-def _locked(out: pathlib.Path) -> Iterator[None]:
-    """Makes ``out`` and keeps a second process from training in it at the same time."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "w")  # noqa: SIM115 - closed below, after the checks
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}.") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"another process is training in {out}.") from error
-        yield
+            refuse_used_folder(out)  # once more: another process may have trained there meanwhile
+        return run.go(functools.partial(write_run_file, out, config, read))
 
 
 class _Clock:
@@ -167,7 +150,9 @@ class _Run:
     def go(self, save_settings: Callable[[], None]) -> int:
         """Trains from the newest checkpoint, or from the start, to the last step.
 
-        ``save_settings`` is called once it is clear that the run can go on.
+        ``save_settings`` is called once it is clear that the run can go on: when it has found its
+        checkpoint, or before its first step is recorded. A new run that fails before, for want of
+        memory, leaves a folder that another may use; whatever a kill leaves after can be resumed.
         """
         checkpoints = Checkpoints(self.out)
         batches = text_data.training_batches(self.train_tokens, self.config)
@@ -183,7 +168,9 @@ class _Run:
             self.console.print(f"step {first} is the last already; a larger --steps goes on")
         self.held_out = text_data.held_out_batches(self.held_out_tokens, self.config)
         self.log, self.events = MetricsLog(self.out, first), Events(self.out, first)
-        save_settings()
+        self.checkpoint, self.save_settings = first, save_settings
+        if first:
+            self._settle()
         with (
             _stop_on_signal(self),
             Progress(first, self.config.steps, self.console) as self.progress,
@@ -218,8 +205,14 @@ class _Run:
                 with self.clock.on("checkpoint"):
                     self.log.sync()
                     checkpoints.save(step, self.state, batches.get_state())
+                    self.checkpoint = step
                 self.last_done = time.perf_counter()
         return step
+
+    def _settle(self) -> None:
+        """Stores the settings, the first time it is called."""
+        self.save_settings()
+        self.save_settings = lambda: None
 
     def _drain(self, evaluate: bool = False) -> None:
         """Records every step in flight, the last one with the held-out loss if ``evaluate``."""
@@ -239,19 +232,28 @@ class _Run:
             self.train_tokens.bytes_per_token,
         )
         self.last_done = now
+        self._settle()
         if record["loss"] is None or record["grad_norm"] is None:
             self.log.write(record)
-            raise _NotFinite(step)
+            raise self._not_finite(step)
         if evaluate:
             with self.clock.on("evaluate"):
                 record["held_out_loss"] = self._held_out_loss()
             if not math.isfinite(record["held_out_loss"]):
-                raise _NotFinite(step)
+                raise self._not_finite(step)
             self.last_done = time.perf_counter()
         with self.clock.on("write"):
             self.log.write(record)
             self.events.write(record)
             self.progress.update(record)
+
+    def _not_finite(self, step: int) -> UserError:
+        kept = f"the newest checkpoint is of step {self.checkpoint}"
+        return UserError(
+            f"the loss or its gradient is not finite at step {step}, so training stopped; "
+            f"{kept if self.checkpoint else 'there is no checkpoint yet'}. A lower --learning-rate "
+            f"than {self.config.learning_rate:g} usually helps."
+        )
 
     def _held_out_loss(self) -> float:
         losses = [self.eval_step(self.state["params"], self._put(batch)) for batch in self.held_out]
@@ -269,14 +271,6 @@ class _Run:
         )
         self.console.print(summary)
         return 0
-
-
-class _NotFinite(UserError):
-    def __init__(self, step: int):
-        super().__init__(
-            f"the loss or its gradient is not finite at step {step}, so training stopped; "
-            f"the newest checkpoint is from before. A lower --learning-rate usually helps."
-        )
 
 
 def _in_words(build: Callable[..., Any], *arguments: Any) -> Any:

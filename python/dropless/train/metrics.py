@@ -14,8 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dropless.train.errors import UserError
+from dropless.train.folder import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
 
 
