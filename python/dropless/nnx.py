@@ -116,8 +116,10 @@ class MoELayer(nnx.Module):
     differentiated function, its losses carry gradients.
 
     The model width H is ``model_dim``, or that of the first input. Give ``model_dim`` wherever
-    parameters must exist before the first call: an optimiser made early, ``nnx.eval_shape``,
-    ``nnx.vmap`` over constructors (there give ``rngs`` too, or all of the stack start equal).
+    parameters must exist before the first call: an optimiser made early, a gradient of the layer
+    (``nnx.grad`` and ``jax.grad`` refuse one that has none yet), ``nnx.eval_shape``, ``nnx.vmap``
+    over constructors (there give ``rngs`` too, or all of the stack start equal). Until then
+    ``needs_model_dim`` is the one ``nnx.Param`` of the layer, a zero that nothing reads.
 
     Args:
       num_experts: E. May be left out if ``config`` is given.
@@ -168,6 +170,8 @@ class MoELayer(nnx.Module):
         self.aux = AuxState(MoEAux.zeros(self.config.num_experts))
         if model_dim is None:
             self.pending_key = _freeze_key(key)
+            # Stands in for the parameters, so that asking for their gradient can be refused.
+            self.needs_model_dim = nnx.Param(jnp.zeros((), jnp.float32))
         else:
             self.pending_key = None
             self._store(self._init(key, model_dim))
@@ -280,6 +284,7 @@ class MoELayer(nnx.Module):
             raise ValueError(
                 f"x: expected [..., H] with H > 0 to take the model width from, got shape {shape}"
             )
+        _made_too_late(self.needs_model_dim.get_value())
         return self._init(_thaw_key(self.pending_key), shape[-1])
 
     def _keep(self, params: Mapping[str, Any]) -> None:
@@ -289,6 +294,7 @@ class MoELayer(nnx.Module):
         with contextlib.suppress(flax.errors.TraceContextError):
             self._store(params)
             self.pending_key = None
+            del self.needs_model_dim
 
     def _init(self, key: jax.Array, model_dim: int) -> Mapping[str, Mapping[str, jax.Array]]:
         dtype, kernel_init = self.param_dtype, self.kernel_init
@@ -301,6 +307,21 @@ class MoELayer(nnx.Module):
             for name, value in leaves.items():
                 kind = RouterState if name in STATE_NAMES else nnx.Param
                 getattr(self, group)[name] = kind(value)
+
+
+@jax.custom_jvp
+def _made_too_late(stand_in: jax.Array) -> jax.Array:
+    """``stand_in``, with an error in words where the layer's gradient is asked for."""
+    return stand_in
+
+
+@_made_too_late.defjvp
+def _refuse_gradient(primals, tangents):
+    raise ValueError(
+        "model_dim: expected H, because the layer's gradient or an optimiser over it needs "
+        "parameters that exist; got None and a layer whose first call this is. Construct it with "
+        "MoELayer(..., model_dim=H), or call it once before nnx.grad, jax.grad or nnx.Optimizer"
+    )
 
 
 def _freeze_key(key: jax.Array) -> tuple[str, tuple[int, ...]]:

@@ -142,6 +142,33 @@ def test_forward_mode_is_jax_error_about_custom_vjp():
         jax.jvp(lambda x: dropless.moe(x, params, BASE)[0], (x,), (x,))
 
 
+def test_a_hessian_is_jax_error_about_custom_vjp():
+    x, params, _ = oracle.layer_case(BASE, (6, 40))
+    with pytest.raises(TypeError, match=r"can't apply forward-mode \w+ \(jvp\) to a custom_vjp"):
+        jax.hessian(lambda x: dropless.moe(x, params, BASE)[0].sum())(x)
+
+
+@pytest.mark.parametrize("inner", ["eager", "jit"])
+@pytest.mark.parametrize("of", ["x", "params", "route", "unpermute"])
+def test_n2_a_second_derivative_is_refused_in_words(of, inner):
+    x, params, dy = oracle.layer_case(BASE, (6, 40))
+    plan = dropless.plan(jnp.arange(6, dtype=jnp.int32).reshape(3, 2), 6)
+    function, point = {
+        "x": (lambda x: jnp.sum(dropless.moe(x, params, BASE)[0] * dy), x),
+        "params": (lambda p: jnp.sum(dropless.moe(x, p, BASE)[0] * dy), params),
+        "route": (lambda z: jnp.sum(dropless.route(z, BASE).weights ** 2), x[:, :7]),
+        "unpermute": (lambda w: jnp.sum(dropless.unpermute(x, plan, w) ** 2), jnp.ones((3, 2))),
+    }[of]
+    function = jax.jit(function) if inner == "jit" else function
+
+    def slope(point):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.grad(function)(point)))
+
+    text = r"can be differentiated once, in reverse mode, and this is a second derivative.*jacrev"
+    with pytest.raises(NotImplementedError, match=text):
+        jax.grad(slope)(point)
+
+
 def test_auto_on_a_cpu_is_the_dtype_of_x():
     for dtype, precision in ((jnp.float32, "f32"), (jnp.bfloat16, "bf16")):
         x, params, _ = oracle.layer_case(BASE, (6, 40), dtype)

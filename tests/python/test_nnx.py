@@ -200,7 +200,8 @@ def test_two_layers_without_rngs_drop_differently():
 def test_without_dropout_a_layer_holds_no_keys():
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(make(model_dim=H))}
     assert dtypes == {jnp.dtype(jnp.float32)}
-    assert {type(v) for _, v in nnx.iter_graph(make()) if isinstance(v, nnx.Variable)} == {AuxState}
+    lazy = {type(v) for _, v in nnx.iter_graph(make()) if isinstance(v, nnx.Variable)}
+    assert lazy == {AuxState, nnx.Param}  # and that one is no parameter, see below
 
 
 # Bad input
@@ -258,6 +259,15 @@ def test_n2_another_width_is_named():
         layer(jnp.zeros((B, H + 1)))
     with pytest.raises(ValueError, match="mask"):
         layer(inputs(), mask=jnp.ones((B, S + 1), bool))
+
+
+def test_a_lazy_layers_stand_in_goes_with_the_first_call():
+    layer = make()
+    assert set(nnx.to_flat_state(nnx.state(layer, nnx.Param)).paths) == {("needs_model_dim",)}
+    layer(inputs())
+    eager = make(model_dim=H)
+    assert nnx.state(layer, nnx.Param).keys() == nnx.state(eager, nnx.Param).keys()
+    assert jax.tree.structure(nnx.state(layer)) == jax.tree.structure(nnx.state(eager))
 
 
 def test_params_before_they_exist():

@@ -42,12 +42,19 @@ TRANSFORMS = {
 }
 
 
+# A gradient of the layer itself needs parameters that exist; see the test of the refusal.
+OF_THE_LAYER = [
+    *("jax.value_and_grad", "jax.jit of value_and_grad"),
+    *("nnx.value_and_grad", "nnx.jit of value_and_grad"),
+]
+
 # jax.grad refuses the keys that any Flax layer with dropout holds.
 CASES = [
     (name, *case)
     for name in TRANSFORMS
     for case in ((None, False, 0.0), (None, True, 0.0), (H, False, 0.0), (None, True, 0.3))
     if not (case[-1] and name in ("jax.value_and_grad", "jax.jit of value_and_grad"))
+    and not (case[:2] == (None, False) and name in OF_THE_LAYER)
 ]
 
 
@@ -64,6 +71,51 @@ def test_transforms_before_and_after_the_first_call(name, model_dim, called, dro
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(layer))
     np.testing.assert_allclose(loss_of(layer, x), want, rtol=1e-5)
     assert int(layer.aux.expert_counts.sum()) == B * S * K
+
+
+GRADIENTS = {
+    **{name: TRANSFORMS[name] for name in OF_THE_LAYER},
+    "nnx.grad": by_argument(nnx.grad),
+    "jax.grad of jax.jit": lambda layer, x: jax.grad(jax.jit(loss_of))(layer, x),
+    "nnx.grad of nnx.jit": lambda layer, x: nnx.grad(nnx.jit(loss_of))(layer, x),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_n2_a_gradient_of_a_layer_without_parameters_is_refused(name):
+    layer, x = make(rngs=nnx.Rngs(5)), inputs()
+    with pytest.raises(ValueError, match=r"model_dim=H\), or call it once before nnx.grad"):
+        GRADIENTS[name](layer, x)
+    # It is as it was: the first call makes the parameters, and the gradient is that of any layer.
+    want = loss_of(make(model_dim=H, rngs=nnx.Rngs(5)), x)
+    np.testing.assert_allclose(loss_of(layer, x), want, rtol=1e-5)
+    GRADIENTS[name](layer, x)
+
+
+def test_gradients_to_the_input_of_a_layer_without_parameters():
+    layer, x = make(rngs=nnx.Rngs(5)), inputs()
+    want = jax.grad(lambda x: loss_of(make(model_dim=H, rngs=nnx.Rngs(5)), x))(x)
+    for got in (
+        nnx.grad(loss_of, argnums=1)(make(rngs=nnx.Rngs(5)), x),
+        jax.grad(lambda x: loss_of(layer, x))(x),
+        jax.grad(loss_of, argnums=1)(make(rngs=nnx.Rngs(5)), x),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_n2_an_optimizer_made_before_the_parameters():
+    layer, x = make(), inputs()
+    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"an optimiser over it needs parameters.*model_dim=H"):
+        nnx.value_and_grad(loss_of)(layer, x)
+    # Called in between, it has other parameters than the optimiser knows: Flax's error names what
+    # the optimiser holds instead.
+    layer(x)
+    gradient = nnx.grad(loss_of)(layer, x)
+    with pytest.raises(ValueError, match="needs_model_dim"):
+        optimizer.update(layer, gradient)
+    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
+    optimizer.update(layer, gradient)
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -259,6 +259,31 @@ def test_ragged_dot_is_twice_differentiable():
         oracle.assert_close(name, a, b, oracle.bound("f32", 34, 8))
 
 
+def test_hessians_of_pieces_are_jacrev_of_jacrev():
+    lhs, rhs, dy, gs = arrays([3, 0, 2], 6, 4, 3)
+    plan = dropless.plan(jnp.array([[0, 2], [1, 0], [2, 1]], jnp.int32), 3)
+    cases = {
+        "lhs": (lambda a: dropless.ragged_dot(a, rhs, gs), lambda a: masked_dot(a, rhs, gs), lhs),
+        "rhs": (lambda b: dropless.ragged_dot(lhs, b, gs), lambda b: masked_dot(lhs, b, gs), rhs),
+        "wgrad": (
+            lambda a: dropless.grouped_wgrad(a, dy, gs),
+            lambda a: jax.grad(lambda b: jnp.sum(masked_dot(a, b, gs) * dy))(rhs),
+            lhs,
+        ),
+        "permute": (
+            lambda x: dropless.unpermute(dropless.permute(x, plan), plan),
+            lambda x: 2 * x,
+            lhs[:3],
+        ),
+    }
+    for name, (ours, plain, point) in cases.items():
+        got, want = (
+            jax.jacrev(jax.jacrev(lambda p, f=f: jnp.sum(jnp.tanh(f(p)))))(point)
+            for f in (ours, plain)
+        )
+        oracle.assert_close(name, got, want, 2 * oracle.bound("f32", 34, 8))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_wgrad_and_its_gradients(kind):
     sizes = [7, 0, 20, 3]

@@ -46,7 +46,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("family", ROUTERS)
-def test_families_in_the_whole_layer(family):
+def test_families_in_the_whole_layer_by_oracle_and_finite_differences(family):
     cfg = config(**ROUTERS[family])
     x, params, dy = case(cfg)
     mask = jnp.arange(40).reshape(4, 10) % 6 != 1
@@ -70,6 +70,7 @@ def test_families_in_the_whole_layer(family):
         oracle.leaves(gradients), oracle.leaves(want), strict=True
     ):
         oracle.assert_close(path, got, expected, limit)
+    oracle.assert_slopes(cfg, gradients, x, params, mask, dy, coefficients, limit)
 
 
 def test_replayed_experts_give_the_same_layer():

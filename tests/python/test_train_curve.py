@@ -68,38 +68,53 @@ def batches() -> list[np.ndarray]:
     return [next(iterator) for _ in range(STEPS)]
 
 
-@functools.cache
-def curve(seed: int | None) -> np.ndarray:
-    """Losses of the plain model, one a step."""
-    return train(PlainFeedForward(seed))
-
-
-def train(ffn) -> np.ndarray:
+def train(ffn) -> tuple[np.ndarray, np.ndarray]:
+    """Losses [STEPS], and counts of every layer's experts [STEPS, layers, E]."""
     step = make_train_step(CONFIG, ffn, F32)
     # Every run starts from the plain model's parameters.
-    state, losses = init_state(CONFIG, PlainFeedForward()), []
+    state, records = init_state(CONFIG, PlainFeedForward()), []
     for batch in batches():
         state, figures = step(state, batch)
-        losses.append(figures["loss"])
-    return np.array(jax.device_get(losses), np.float64)
+        records.append((figures["loss"], figures["expert_counts"]))
+    losses, counts = zip(*jax.device_get(records), strict=True)
+    return np.array(losses, np.float64), np.array(counts)
+
+
+def moved_choices(counts: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """[STEPS]: assignments that went to another expert than the plain model's, added up."""
+    return np.cumsum(np.abs(counts - plain).sum((1, 2)) // 2)
 
 
 @pytest.mark.any_jax
 def test_two_hundred_steps_give_the_plain_models_curve():
-    """Training amplifies rounding, so the bound is what rounding alone does to the plain model.
+    """Training may amplify rounding, so the bound is what rounding alone does to the plain model.
 
     Four times the largest deviation so far of two plain runs whose outputs are off by a rounding
-    walk: a third random deviation exceeds that rarely, a wrong gradient at once.
+    walk: a third random deviation exceeds that rarely, a wrong gradient at once. It has a cap of
+    its own: each step adds the rounding of both layers to the parameters, as another random walk.
+    Where a choice of experts was decided by rounding the losses part by more than that, so each
+    perturbed run counts as far as it chose alike.
     """
-    plain, ours = curve(None), train(make_feed_forward(CONFIG))
+    plain, plain_counts = train(PlainFeedForward())
+    ours, counts = train(make_feed_forward(CONFIG))
     assert plain[-20:].mean() < plain[:20].mean() - 1.0  # there is something to learn
-    perturbed = np.stack([np.abs(curve(seed) - plain) for seed in (1, 2)]).max(0)
+    perturbed = np.zeros(STEPS)
+    for seed in (1, 2):
+        other, other_counts = train(PlainFeedForward(seed))
+        alike = moved_choices(other_counts, plain_counts) == 0
+        assert alike[: STEPS // 2].all()
+        perturbed = np.maximum(perturbed, np.where(alike, np.abs(other - plain), 0))
     bound = 4 * (np.maximum.accumulate(perturbed) + EPSILON * plain)
+    cap = CONFIG.layers * ROUNDING * np.sqrt(np.arange(1, STEPS + 1)) * plain
+    assert (bound <= cap).all(), (bound / cap).max()
+    # One choice in 50,000 may be moved by rounding, late; that costs one of T tokens no more than
+    # knowing nothing of it does.
+    moved = moved_choices(counts, plain_counts)
+    assert not moved[: STEPS // 2].any()
+    bound += moved * math.log(CONFIG.vocab_size) / CONFIG.tokens_per_step
     error = np.abs(ours - plain)
     worst = int(np.argmax(error / bound))
     assert (error <= bound).all(), (worst, ours[worst], plain[worst], error[worst], bound[worst])
-    # The comparison is sharp: rounding moves no loss of the first hundred steps by a thousandth.
-    assert bound[:100].max() < 1e-3 * plain[0]
 
 
 def test_every_gradient_of_the_whole_model_is_the_plain_models():
