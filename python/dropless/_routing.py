@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dropless._call import call, unify_axes
-from dropless._checks import MAX_EXPERTS, as_array, check_integer
+from dropless._checks import MAX_EXPERTS, as_array, check_integer, check_key
 from dropless._config import SCORES, MoEConfig, RouterConfig, check_config
 from dropless._params import check_float_dtype
 from dropless._sparse_mixer import draws, sparse_mixer
@@ -136,6 +136,8 @@ def route(
             ("expert_scale", expert_scale, "[E] float32 or bfloat16"),
         )
     )
+    if sampling_key is not None:
+        check_key("sampling_key", sampling_key)
     e, k = cfg.num_experts, cfg.experts_per_token
     if logits.ndim != 2 or logits.shape[1] != e:
         raise ValueError(

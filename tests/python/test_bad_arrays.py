@@ -19,6 +19,7 @@ CONFIG = dropless.MoEConfig(5, 2, 12)
 TABLE = dropless.MoEConfig(5, 2, 12, router=dropless.RouterConfig(expert_table=7))
 JITTER = dropless.MoEConfig(5, 2, 12, router=dropless.RouterConfig(jitter=0.1))
 VECTORS = dropless.RouterConfig(selection_bias=True, expert_scale=True)
+MIXED = dropless.MoEConfig(5, 2, 12, router=dropless.RouterConfig(sparse_mixer_eps=0.1))
 STATEFUL = dropless.MoEConfig(5, 2, 12, router=VECTORS)
 
 PARAMS = dropless.init(jax.random.key(0), H, CONFIG)
@@ -70,6 +71,7 @@ CALLS = {
     "route expert_scale": lambda v: route(expert_scale=v),
     "route mask": lambda v: route(mask=v),
     "route expert_ids": lambda v: route(expert_ids=v),
+    "route sampling_key": lambda v: dropless.route(LOGITS, MIXED, sampling_key=v),
     "plan ids": lambda v: dropless.plan(v, 5),
     "plan num_experts": lambda v: dropless.plan(np.zeros((6, 2), np.int32), v),
     "ragged_dot lhs": lambda v: dropless.ragged_dot(v, RHS, SIZES),
@@ -124,7 +126,7 @@ VALUES = {
 
 # None is a value of these.
 OPTIONAL = (
-    *("mask", "expert_ids", "jitter_key", "prepared", "mesh", "expert_axis"),
+    *("mask", "expert_ids", "jitter_key", "sampling_key", "prepared", "mesh", "expert_axis"),
     *("axis_name", "group_offset", "into", "weights", "kernel_init", "device"),
 )
 
