@@ -6,6 +6,8 @@
 #include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/chunks.h"
+#include "cpu/large_pages.h"
+#include "cpu/prefetch.h"
 #include "cpu/vector_ops.h"
 
 namespace dropless::cpu {
@@ -20,11 +22,19 @@ Status combine(const CombineArgs& args, Executor& executor) try {
   const int64_t out_bytes = width * size_of(args.out.dtype);
   const int32_t* row_of_slot = args.row_of_slot.as<int32_t>();
   const VectorOps& ops = vector_ops();
+  prefer_large_pages({args.out});
   const int64_t chunk = rows_per_chunk(row_bytes * per_token + out_bytes);
   for_chunks(executor, tokens, chunk, [&](int64_t begin, int64_t end) {
     std::vector<const void*> sources(static_cast<size_t>(per_token));
     std::vector<float> weights(sources.size());
     for (int64_t t = begin; t < end; ++t) {
+      // The rows of a token lie anywhere, and each is too short for the hardware to follow.
+      for (int64_t slot = (t + 1) * per_token; t + 1 < end && slot < (t + 2) * per_token; ++slot) {
+        const int64_t row = row_of_slot[slot];
+        if (row >= 0 && row < rows) {
+          prefetch_bytes(row_address(args.rows, row, row_bytes), row_bytes);
+        }
+      }
       size_t count = 0;
       for (int64_t slot = t * per_token; slot < (t + 1) * per_token; ++slot) {
         const int64_t row = row_of_slot[slot];

@@ -3,6 +3,7 @@
 #include "core/exception_status.h"
 #include "core/index.h"
 #include "cpu/chunks.h"
+#include "cpu/large_pages.h"
 #include "dropless/combine.h"
 
 namespace dropless::cpu {
@@ -13,6 +14,7 @@ Status permute(const PermuteArgs& args, Executor& executor) try {
   const int64_t row_bytes = args.x.dims[1] * size_of(args.x.dtype);
   const int32_t* slot_of_row = args.slot_of_row.as<int32_t>();
   if (row_bytes == 0) return Status();
+  prefer_large_pages({args.rows});
   for_chunks(
       executor, args.rows.dims[0], rows_per_chunk(row_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {

@@ -39,6 +39,21 @@ void weighted_sum_as(const void* const* rows, const float* weights, int64_t coun
   using Source = const typename Row::Element*;
   auto* y = static_cast<typename Out::Element*>(out);
   int64_t i = 0;
+  // Whole cache lines of a row before the next row's.
+  constexpr int kAtOnce = 4;
+  for (; i + kAtOnce * kLanes <= n; i += kAtOnce * kLanes) {
+    VF totals[kAtOnce] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const VF weight = splat(weights[k]);
+      const auto* row = static_cast<Source>(rows[k]) + i;
+#pragma GCC unroll 4
+      for (int v = 0; v < kAtOnce; ++v) {
+        totals[v] = fma(weight, Row::read(row + v * kLanes), totals[v]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kAtOnce; ++v) Out::write(y + i + v * kLanes, totals[v]);
+  }
   for (; i + kLanes <= n; i += kLanes) {
     VF total{};
     for (int64_t k = 0; k < count; ++k) {
