@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dropless import _experts_fp8 as fp8
 from dropless._activation import ACTIVATIONS, Activation
 from dropless._call import call, unify_axes
 from dropless._config import MoEConfig
@@ -23,28 +24,40 @@ from dropless._params import PreparedExperts, PreparedWeight, prepare
 from dropless._pieces import combine
 from dropless._routing import Plan
 
-_F8 = jnp.float8_e4m3fn
-
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static about the experts: the config with its precision resolved."""
+    """What is static about the experts: the config with its precision resolved.
+
+    ``gpu``: whether they will most likely run on one, whose kernels cover less of FP8 than a CPU's.
+    """
 
     precision: str
     activation: Activation
     wgrad_fp8: bool
     h_fp8: bool
     scale_rounding: str
+    gpu: bool = False
 
     @classmethod
-    def of(cls, cfg: MoEConfig, precision: str) -> Spec:
+    def of(cls, cfg: MoEConfig, precision: str, platform: str = "cpu") -> Spec:
         return cls(
             precision=precision,
             activation=cfg.glu,
             wgrad_fp8=precision == "fp8" and cfg.wgrad_precision == "fp8",
             h_fp8=cfg.save_h == "fp8" and precision != "f32",
             scale_rounding=cfg.scale_rounding,
+            gpu=platform != "cpu",
         )
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether FP8 products and what stands between them are calls of their own."""
+        return self.fp8 and self.gpu and not fp8.has_fused_kernels(self.activation)
+
+    @property
+    def pow2(self) -> bool:
+        return self.scale_rounding == "pow2"
 
     @property
     def fp8(self) -> bool:
@@ -59,7 +72,7 @@ class Spec:
     def attributes(self) -> dict[str, float]:
         a = self.activation
         return {
-            "scale_rounding": self.scale_rounding == "pow2",
+            "scale_rounding": self.pow2,
             "activation": ACTIVATIONS.index(a.kind),
             "gated": a.gated,
             "activation_slope": a.slope,
@@ -94,18 +107,17 @@ def experts(
     return _experts(spec, *unify_axes((x, weights, params, prepared, maps)))
 
 
-def _blocks(n: int) -> int:
-    return -(-n // 128)
-
-
 def _rows_operand(spec: Spec, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """[R, C] as a GEMM reads it, and its scales in FP8."""
     if not spec.fp8:
         return rows.astype(spec.wide), None
-    r, c = rows.shape
-    results = [((r, c), _F8), ((r, _blocks(c)), jnp.float32)]
-    q, scale = call("quantize_rows", results, [rows], scale_rounding=spec.scale_rounding == "pow2")
-    return q, scale
+    q, scale = fp8.quantize_rows(rows, spec.pow2)
+    return fp8.pad(q, 1), scale
+
+
+def _weight_operand(spec: Spec, q: Any, scale: Any) -> tuple[Any, Any]:
+    """[E, in, out] as a GEMM reads it, and its scales in FP8."""
+    return (fp8.pad(q, 1, 2), scale) if spec.fp8 else (q, None)
 
 
 def wgrad_workspaces(spec: Spec, m: int, h: int, i: int, e: int) -> tuple[tuple[int, ...], ...]:
@@ -114,52 +126,88 @@ def wgrad_workspaces(spec: Spec, m: int, h: int, i: int, e: int) -> tuple[tuple[
     return (m, h, spec.activation.parts, i, e, 1, fp8, size), (m, i, 1, h, e, 2, fp8, size)
 
 
-def _biases(params: dict[str, jax.Array], *names: str) -> list[jax.Array | None]:
-    return [params[n].astype(jnp.float32) if n in params else None for n in names]
+def _biases(spec: Spec, params: dict[str, jax.Array], *names: str) -> list[jax.Array | None]:
+    found = [params[n].astype(jnp.float32) if n in params else None for n in names]
+    return [fp8.pad(bias, 1) for bias in found] if spec.fp8 else found
 
 
 def _forward(spec, x, weights, params, prepared, maps, *, keep_h):
     """y, and (h, h_scale), which are None unless ``keep_h``."""
     offsets, slot_of_row, row_of_slot = maps
-    m, i, h_width = slot_of_row.shape[0], params["gate"].shape[2], x.shape[1]
+    m, h_width = slot_of_row.shape[0], x.shape[1]
     prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
     # FP8 products read weights with the contraction innermost; bfloat16 ones take either.
     gate, up, down = (
-        (None, None) if w is None else (w.q_t, w.scale_t) if spec.fp8 else (w.q, None)
+        _weight_operand(spec, *((None, None) if w is None else _inward(spec, w)))
         for w in (prepared.gate, prepared.up, prepared.down)
     )
-    parts = spec.activation.parts
-    h_dtype = _F8 if spec.h_fp8 else spec.wide
     with jax.named_scope("dropless_up"):
-        x_operand, x_scale = _rows_operand(spec, x)
-        h, h_scale, a, a_scale = call(
-            "expert_up",
-            [
-                ((m, parts, i), h_dtype) if keep_h else None,
-                ((m, parts, _blocks(i)), jnp.float32) if keep_h and spec.h_fp8 else None,
-                ((m, i), x_operand.dtype),
-                ((m, _blocks(i)), jnp.float32) if spec.fp8 else None,
-            ],
-            [
-                *(x_operand, x_scale, gate[0], up[0], gate[1], up[1]),
-                *_biases(params, "gate_bias", "up_bias"),
-                *(offsets, slot_of_row),
-            ],
-            workspace=(m, h_width, x_operand.dtype.itemsize),
-            experts_per_token=row_of_slot.shape[1],
-            weights_transposed=spec.fp8,
-            **spec.attributes,
+        h, h_scale, a, a_scale = _up(
+            spec,
+            _rows_operand(spec, x),
+            (gate, up),
+            _biases(spec, params, "gate_bias", "up_bias"),
+            maps,
+            keep_h=keep_h,
         )
     with jax.named_scope("dropless_down"):
         (rows,) = call(
             "grouped_gemm",
-            [((m, h_width), spec.wide)],
-            [a, a_scale, *down, *_biases(params, "down_bias"), offsets],
+            [((m, down[0].shape[1 if spec.fp8 else 2]), spec.wide)],
+            [a, a_scale, *down, *_biases(spec, params, "down_bias"), offsets],
             rhs_transposed=spec.fp8,
         )
     with jax.named_scope("dropless_combine"):
-        y = combine(rows, row_of_slot, weights, x.dtype)
+        y = combine(rows[:, :h_width], row_of_slot, weights, x.dtype)
+    if keep_h:
+        h = h[..., : params["gate"].shape[2]]
     return y, (h, h_scale)
+
+
+def _inward(spec: Spec, w: PreparedWeight) -> tuple[Any, Any]:
+    return (w.q_t, w.scale_t) if spec.fp8 else (w.q, None)
+
+
+def _up(spec, x, weights, biases, maps, *, keep_h):
+    """h and its scales (None if not kept, or not float8), A and its scales (None if not FP8).
+
+    ``x``, ``weights``: pairs of operand and scales.
+    """
+    offsets, slot_of_row, row_of_slot = maps
+    m, (gate, up), parts = slot_of_row.shape[0], weights, spec.activation.parts
+    i = gate[0].shape[1 if spec.fp8 else 2]
+    if spec.in_steps:
+        return fp8.expert_up(
+            spec.activation,
+            x,
+            weights[:parts],
+            biases[:parts],
+            offsets,
+            slot_of_row,
+            experts_per_token=row_of_slot.shape[1],
+            pow2=spec.pow2,
+            h_dtype=fp8.F8 if spec.h_fp8 else spec.wide,
+        )
+    # A GPU's bfloat16 kernels write no float8.
+    quantise_after = spec.h_fp8 and spec.gpu and not spec.fp8
+    h_fp8 = spec.h_fp8 and not quantise_after
+    h, h_scale, a, a_scale = call(
+        "expert_up",
+        [
+            ((m, parts, i), fp8.F8 if h_fp8 else spec.wide) if keep_h else None,
+            ((m, parts, fp8.blocks(i)), jnp.float32) if keep_h and h_fp8 else None,
+            ((m, i), x[0].dtype),
+            ((m, fp8.blocks(i)), jnp.float32) if spec.fp8 else None,
+        ],
+        [*x, gate[0], up[0], gate[1], up[1], *biases, offsets, slot_of_row],
+        workspace=(m, x[0].shape[1], x[0].dtype.itemsize),
+        experts_per_token=row_of_slot.shape[1],
+        weights_transposed=spec.fp8,
+        **spec.attributes,
+    )
+    if keep_h and quantise_after:
+        h, h_scale = fp8.quantize_rows(h, spec.pow2)
+    return h, h_scale, a, a_scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -180,38 +228,37 @@ def _experts_bwd(spec, residuals, dy):
     parts = spec.activation.parts
     prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
     with jax.named_scope("dropless_down_backward"):
-        dy_operand, dy_scale = _rows_operand(spec, dy)
-        dh, dh_q, dh_scale, pa, d_weights = call(
-            "expert_down_backward",
-            [
-                ((m, parts, i), spec.wide),
-                ((m, parts, i), _F8) if spec.fp8 else None,
-                ((m, parts, _blocks(i)), jnp.float32) if spec.fp8 else None,
-                ((m, i), spec.wide),
-                (weights.shape, jnp.float32),
-            ],
-            [
-                *(dy_operand, dy_scale, prepared.down.q, prepared.down.scale),
-                *_biases(params, "down_bias"),
-                *(h, h_scale, weights, offsets, slot_of_row),
-            ],
-            workspace=(m, x.shape[1], i, dy_operand.dtype.itemsize),
-            **spec.attributes,
+        dh, dh_q, dh_scale, pa, d_weights = _down_backward(
+            spec,
+            _rows_operand(spec, dy),
+            _weight_operand(spec, prepared.down.q, prepared.down.scale),
+            *_biases(spec, params, "down_bias"),
+            (h, h_scale),
+            weights,
+            maps,
         )
     with jax.named_scope("dropless_up_backward"):
-        gate, up = prepared.gate, prepared.up or PreparedWeight(None)
-        (dx_rows,) = call(
-            "expert_up_backward",
-            [((m, x.shape[1]), spec.wide)],
-            [dh_q if spec.fp8 else dh, dh_scale, gate.q, up.q, gate.scale, up.scale, offsets],
+        gate, up = (
+            _weight_operand(spec, w.q, w.scale)
+            for w in (prepared.gate, prepared.up or PreparedWeight(None))
         )
-        dx = combine(dx_rows, row_of_slot, None, x.dtype)
+        operand = (dh_q, dh_scale) if spec.fp8 else (dh, None)
+        if spec.in_steps and not spec.activation.gated:
+            dx_rows = fp8.expert_up_backward(operand, gate, offsets)
+        else:
+            (dx_rows,) = call(
+                "expert_up_backward",
+                [((m, gate[0].shape[1]), spec.wide)],
+                [*operand, gate[0], up[0], gate[1], up[1], offsets],
+            )
+        dx = combine(dx_rows[:, : x.shape[1]], row_of_slot, None, x.dtype)
+    dh, pa = dh[..., :i], pa[:, :i]
     wgrad = functools.partial(
         call,
         "grouped_wgrad",
         experts_per_token=k,
         fp8=spec.wgrad_fp8,
-        scale_rounding=spec.scale_rounding == "pow2",
+        scale_rounding=spec.pow2,
     )
     with jax.named_scope("dropless_weight_gradients"):
         # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
@@ -235,6 +282,35 @@ def _experts_bwd(spec, residuals, dy):
         if "gate_bias" in params:
             d_params |= _bias_gradients(params, dh, dy, weights, maps)
     return dx, d_weights, d_params, None, None
+
+
+def _down_backward(spec, dy, down, down_bias, h, weights, maps):
+    """dh, its codes and scales (None if not FP8), p * A, and the weights' gradient."""
+    offsets, slot_of_row, _ = maps
+    h, h_scale = h
+    if h_scale is not None and spec.gpu:
+        # A GPU's kernels read bfloat16, which has more digits than the codes.
+        h, h_scale = fp8.dequantize_rows(h, h_scale).astype(spec.wide), None
+    if spec.fp8:
+        h = fp8.pad(h, 2)
+    if spec.in_steps:
+        activation = spec.activation
+        rest = (h, weights, offsets, slot_of_row)
+        return fp8.expert_down_backward(activation, dy, down, down_bias, *rest, pow2=spec.pow2)
+    m, parts, i = h.shape
+    return call(
+        "expert_down_backward",
+        [
+            ((m, parts, i), spec.wide),
+            ((m, parts, i), fp8.F8) if spec.fp8 else None,
+            ((m, parts, fp8.blocks(i)), jnp.float32) if spec.fp8 else None,
+            ((m, i), spec.wide),
+            (weights.shape, jnp.float32),
+        ],
+        [*dy, *down, down_bias, h, h_scale, weights, offsets, slot_of_row],
+        workspace=(m, dy[0].shape[1], i, dy[0].dtype.itemsize),
+        **spec.attributes,
+    )
 
 
 def _bias_gradients(params, dh, dy, weights, maps):

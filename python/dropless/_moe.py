@@ -232,13 +232,14 @@ def moe(
         check_key("jitter_key", jitter_key)
     _check_input(x, mask, expert_ids, token_ids, cfg)
     check_params(params, cfg, x.shape[-1])
+    device = device_in_use(x, mesh)
     if prepared is not None and cfg.precision == "auto":
         precision = getattr(prepared, "precision", None)
     else:
-        precision = resolve_precision(cfg, x.dtype, device_in_use(x, mesh))
+        precision = resolve_precision(cfg, x.dtype, device)
     if prepared is not None:
         check_prepared(prepared, params, cfg, precision)
-    spec = Spec.of(cfg, precision)
+    spec = Spec.of(cfg, precision, device.platform)
     axes = bound_axis_names("axis_name", axis_name)
     sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
     if x.size == 0:
