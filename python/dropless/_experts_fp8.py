@@ -28,6 +28,11 @@ def blocks(n: int) -> int:
     return -(-n // _BLOCK)
 
 
+def padded(n: int) -> int:
+    """A width as FP8 products take it."""
+    return -(-n // _ALIGNMENT) * _ALIGNMENT
+
+
 def has_fused_kernels(activation: Activation) -> bool:
     """Whether a Hopper GPU's fused FP8 kernels compute this activation."""
     plain = Activation(activation.kind)
@@ -54,7 +59,7 @@ def pad(array: jax.Array | None, *axes: int) -> jax.Array | None:
     """Zeros behind each of ``axes`` up to a multiple of 16; blocks of 128 stay as many."""
     if array is None:
         return None
-    ends = [(0, -array.shape[a] % _ALIGNMENT if a in axes else 0) for a in range(array.ndim)]
+    ends = [(0, padded(n) - n if a in axes else 0) for a, n in enumerate(array.shape)]
     if not any(end for _, end in ends):
         return array
     if array.dtype == F8:

@@ -14,6 +14,7 @@ from dropless._checks import check_integer
 from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
 from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec, wgrad_workspaces
+from dropless._experts_fp8 import padded
 from dropless._explain_fp8 import Fp8Choice, moved_by_preparing, moved_by_quantisers
 from dropless._explain_table import table
 from dropless._kernel_choice import kernel_of
@@ -182,7 +183,7 @@ def explain(
     check_float_dtype("dtype", dtype)
     check_float_dtype("param_dtype", param_dtype)
     precision = resolve_precision(cfg, jnp.dtype(dtype), found)
-    spec = Spec.of(cfg, precision)
+    spec = Spec.of(cfg, precision, found.platform)
     sizes = _Sizes(
         t=tokens,
         k=cfg.experts_per_token,
@@ -312,7 +313,7 @@ def _fp8_choice(cfg: MoEConfig, s: _Sizes, device: jax.Device | NamedDevice) -> 
         return None
     seconds, parts = {}, cfg.glu.parts
     for precision in ("bf16", "fp8"):
-        forward, backward = _gemms(Spec.of(cfg, precision), s, device)
+        forward, backward = _gemms(Spec.of(cfg, precision, device.platform), s, device)
         seconds[precision] = sum(gemm.floor_seconds for gemm in forward + backward)
     quantisers = moved_by_quantisers(
         t=s.t, h=s.h, i=s.i, m=s.m, parts=parts, x_bytes=s.x,
@@ -351,10 +352,11 @@ def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
 
 def _workspaces(spec: Spec, s: _Sizes) -> tuple[Array, ...]:
     operand = _BYTES[spec.precision]
+    h, i = (padded(s.h), padded(s.i)) if spec.fp8 else (s.h, s.i)
+    fused = (("expert_up", s.m, h, operand), ("expert_down_backward", s.m, h, i, operand))
     calls = (
         ("route", s.t, s.e),
-        ("expert_up", s.m, s.h, operand),
-        ("expert_down_backward", s.m, s.h, s.i, operand),
+        *(() if spec.in_steps else fused),
         *(("grouped_wgrad", *sizes) for sizes in wgrad_workspaces(spec, s.m, s.h, s.i, s.e)),
     )
     return tuple(

@@ -9,6 +9,7 @@ import jax
 from dropless import _library
 from dropless._activation import Activation
 from dropless._devices import NamedDevice
+from dropless._experts_fp8 import has_fused_kernels
 
 _BLOCK_TILE = (128, 128)  # of the result, in the GPU kernels that are not Hopper's own
 
@@ -47,7 +48,15 @@ def kernel_of(
         return f"{op} on {name}", tile, reason
     hopper = "Hopper: TMA and wgmma"
     if precision == "fp8":
-        return f"{op}_fp8_sm90", None, hopper
+        if op == "expert_up_backward":
+            fused = activation.gated
+        else:
+            between = op in ("expert_up", "expert_down_backward")
+            fused = not between or has_fused_kernels(activation)
+        if fused:
+            return f"{op}_fp8_sm90", None, hopper
+        reason = "no fused FP8 kernel for this activation: products by Hopper's, the rest by XLA"
+        return f"{op} by grouped_gemm_fp8_sm90", None, reason
     if precision == "f32":
         return f"{op}_f32", (*_BLOCK_TILE, 32), "float32 operands: fused multiply-adds, never TF32"
     # As src/cuda/launch/product_path.cc chooses.

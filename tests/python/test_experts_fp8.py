@@ -65,8 +65,8 @@ def test_steps_are_the_fused_operations(name, width, expert_dim, monkeypatch):
 def test_float8_h_through_bfloat16(precision):
     """A GPU's kernels read the codes of h as bfloat16, or write h as that first: a rounding more.
 
-    One of 2^-8 flips a code, by 2^-4 on average, where that is nearer than itself to a tie: one in
-    2^4 of the values that are quantised after it.
+    It moves a value by a quarter of bfloat16's step on average, 2^-6 of a code's step: so many
+    codes flip, in gate and in up, each by a step of at most 2^-3 of its value.
     """
     cfg = dropless.MoEConfig(5, 2, 72, precision=precision, save_h="fp8")
     x, params, dy = oracle.layer_case(cfg, (61, 56), jnp.bfloat16)
@@ -77,5 +77,5 @@ def test_float8_h_through_bfloat16(precision):
     np.testing.assert_array_equal(got["y"], want["y"])
     for (path, g), (_, w) in zip(oracle.leaves(got), oracle.leaves(want), strict=True):
         error = oracle.rms(np.float64(g) - np.float64(w)) / oracle.rms(w)
-        assert error <= np.sqrt(2.0**-4) * 2.0**-4, f"{path}: {error:.2e}"
+        assert error <= np.sqrt(2 * 2.0**-6) * 2.0**-3, f"{path}: {error:.2e}"
         assert path == "['y']" or error > 0, path
