@@ -288,6 +288,19 @@ def _spread(values):
     return min(2.0, np.sqrt(1 + 3 * np.sqrt(2 / values)))
 
 
+def assert_rows_close(name, got, want, bound):
+    """The same, with every row of [R, N] that is larger than the whole's rms on its own scale.
+
+    For rows that all come from one number each, as outputs of experts of width 1 do: products of
+    three and more normal numbers, which no sum evens out, so that a few rows outweigh the others.
+    Relative to the whole their errors would be as many times too large. A row shares one error.
+    """
+    want = np.asarray(want, np.float64)
+    row = np.sqrt(np.square(want).mean(-1, keepdims=True))
+    scale = np.maximum(row, rms(want)) / rms(want)
+    assert_close(name, np.asarray(got, np.float64) / scale, want / scale, bound, values=[len(want)])
+
+
 def assert_close(name, got, want, bound, *, groups=False, values=None):
     """Root-mean-square error relative to that of ``want``, at most ``bound`` times ``_spread``.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,61 +10,15 @@ import numpy as np
 import pytest
 
 import dropless
+from golden import FAMILIES, FILES, TOLERANCE, assert_block_matches, load
 
 pytestmark = pytest.mark.any_jax
-
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-# By tools/golden_families.py: the other families, and other settings of some.
-FILES = {path.stem: path for path in sorted(GOLDEN.rglob("*.npz"))}
-FAMILIES = list(FILES)
-# Bound of the golden files' own README: relative to each array's largest value, in float32.
-TOLERANCE = 1e-5
-
-
-def is_state(name):
-    return name.endswith(("e_score_correction_bias", "expert_bias"))
-
-
-def load(family):
-    with np.load(FILES[family]) as data:
-        arrays = {name: data[name] for name in data.files}
-    config = json.loads(str(arrays.pop("meta")))["config"]
-    tensors, buffers, gradients = (
-        {name.removeprefix(kind): a for name, a in arrays.items() if name.startswith(kind)}
-        for kind in ("param/", "buffer/", "grad/")
-    )
-    return config, arrays, tensors | buffers, gradients
-
-
-def assert_close(name, got, want):
-    assert got.shape == want.shape and got.dtype == want.dtype, name
-    if is_state(name):  # a parameter in name only: it reaches no weight
-        assert not np.asarray(got).any() and not want.any(), name
-        return
-    largest = np.abs(want).max()
-    error = np.abs(np.asarray(got, np.float64) - want).max() / largest
-    assert largest > 0 and error <= TOLERANCE, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("precision", ["f32", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_all_gradients(family, precision):
-    config, arrays, tensors, gradients = load(family)
-    cfg, params = dropless.models.from_hf(config, tensors)
-    cfg = dataclasses.replace(cfg, precision=precision)
-
-    def block(x, params):
-        return dropless.moe(x, params, cfg)[0]
-
-    params = jax.tree.map(jnp.asarray, params)
-    y, vjp = jax.vjp(jax.jit(block), jnp.asarray(arrays["x"]), params)
-    dx, d_params = vjp(jnp.asarray(arrays["dy"]))
-    assert_close("y", y, arrays["y"])
-    assert_close("dx", dx, arrays["dx"])
-    got = dropless.models.to_hf(cfg, d_params, config, layout="fused")
-    assert got.keys() == gradients.keys() | {name for name in got if is_state(name)}
-    for name, want in gradients.items():
-        assert_close(name, got[name], want)
+    assert_block_matches(family, precision, jax.devices("cpu")[0])
 
 
 def test_every_golden_file_is_used():
