@@ -33,7 +33,7 @@ CASES = {
     "mixtral": ((8, 2, 144), {}, (197, 272)),
     "mixtral_wgrad": ((8, 2, 144), FP8_WGRAD, (197, 272)),
     "many_small_experts": ((60, 7, 128), {"scale_rounding": "pow2"}, (512, 256)),
-    "many_wgrad_pow2": ((60, 7, 80), {**FP8_WGRAD, "scale_rounding": "pow2"}, (131, 208)),
+    "many_wgrad_pow2": ((60, 7, 80), {**FP8_WGRAD, "scale_rounding": "pow2"}, (512, 208)),
     "save_h": ((12, 3, 400), {"save_h": "fp8"}, (259, 144)),
     "save_h_all_pow2": (
         (12, 3, 144),
@@ -70,13 +70,18 @@ def case(name, routing="free"):
             if routing == "half_idle":
                 far[::2] = -1e4
             else:
-                far[1] = 1e4
+                far[1] = 40  # the others' scores are still float32 numbers
             params["router"]["bias"] = jnp.asarray(far, jnp.float32)
     return cfg, x, params, dy
 
 
 def check(cfg, x, params, dy):
-    """y, dx and every parameter's gradient against float64, and against the CPU's emulation."""
+    """y, dx and every parameter's gradient against float64, and against the CPU's emulation.
+
+    Where an activation has a kink, an error of h changes a gradient by all of it: only the
+    emulation, which has nearly the same h, is close then.
+    """
+    smooth = cfg.glu.kind != "relu" and cfg.glu.gate_limit is None
     with jax.default_device(CPU):
         (y_want, aux_want), (dx_want, dparams_want) = oracle.value_and_gradients(
             cfg, x, params, None, dy, COEFFICIENTS
@@ -91,7 +96,8 @@ def check(cfg, x, params, dy):
     for (path, got), (_, emulated), want in zip(*results, wanted, strict=True):
         roundings = (7, oracle.FP8_FORWARD) if path == "y" else (14, oracle.FP8_BACKWARD)
         bound = oracle.bound("fp8", length, roundings[0], fp8=roundings[1])
-        oracle.assert_close(path, got, want, bound, groups=np.ndim(got) == 3)
+        if smooth or path == "y":
+            oracle.assert_close(path, got, want, bound, groups=np.ndim(got) == 3)
         # Both have the same codes until a sum's last bits flip one, by a whole step, sqrt(12) times
         # the rounding error: a quarter of the error above is one code in 192.
         difference = oracle.rms(np.float64(got) - np.float64(emulated))
