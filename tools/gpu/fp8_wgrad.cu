@@ -290,7 +290,7 @@ void bench(const Layer& layer) {
     const double flops = 2.0 * rows * h * w * (2 - i);
     const std::string which = i == 0 ? "up " : "down ";
     const GroupedWgradArgs call = args[i];
-    const int bf16_tile = cuda::grouped_wgrad_sm90_tile(call.dy.dims[2]);
+    const int bf16_tile = cuda::grouped_wgrad_sm90_tile(rows, layer.experts, call.dy.dims[2]);
     timed.push_back({which + "bf16",
                      flops,
                      [=] { require(cuda::launch_grouped_wgrad_sm90(call, bf16_tile, nullptr)); },

@@ -83,6 +83,27 @@ __global__ void permute_kernel(PermuteParams p) {
   segment.store(p.rows + row * p.row_bytes);
 }
 
+// By rows, those of the groups alone, which are ordered by token inside a group. The blocks of one
+// wave work on the same share of every group, so that a token's copies read it at about the same
+// time: from L2 all but once. Grid: (E times a number of shares, segments of a row).
+template <class Word>
+__global__ void permute_groups_kernel(PermuteParams p, const int32_t* offsets /* [E+1] */,
+                                      int experts) {
+  const int warps = blockDim.x / kWarpSize;
+  const int64_t expert = blockIdx.x % experts, share = blockIdx.x / experts;
+  const int64_t shares = gridDim.x / experts;
+  const int64_t begin = max(int64_t{offsets[expert]}, int64_t{0});
+  const int64_t count = max(min(int64_t{offsets[expert + 1]}, p.num_rows) - begin, int64_t{0});
+  const int64_t end = begin + count * (share + 1) / shares;
+  for (int64_t row = begin + count * share / shares + threadIdx.x / kWarpSize; row < end;
+       row += warps) {
+    const int64_t token = token_of_slot(p.slot_of_row[row], p.experts_per_token, p.tokens);
+    RowSegment<Word> segment(p.row_bytes);
+    if (token >= 0) segment.load(p.x + token * p.row_bytes);
+    segment.store(p.rows + row * p.row_bytes);
+  }
+}
+
 // By tokens, so that each is read once. Grid: (ceil(T / warps), then enough blocks of blockDim.x
 // rows to clear those without a slot; segments of a row).
 template <class Word>

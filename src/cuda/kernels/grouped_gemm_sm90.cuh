@@ -205,7 +205,8 @@ class GroupedGemmSm90 {
                                                    min(rows, kChunk), staging);
     float acc[1][Tile::kCols / 2];
     ring_.multiply(
-        acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int, int) {}, [](int) {});
+        acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, EveryStep(), [](int, int) {},
+        [](int) {});
     epilogue.store(acc, tile, tile.row + warpgroup * kChunk, min(rows, kChunk), staging);
   }
 
@@ -216,7 +217,7 @@ class GroupedGemmSm90 {
     constexpr int kRowTiles = Tile::kRows / kChunk;
     float acc[kRowTiles][Tile::kCols / 2];
     ring_.multiply(
-        acc, state, blocks, 0, threadIdx.x % kWarpgroup, [](int, int) {},
+        acc, state, blocks, 0, threadIdx.x % kWarpgroup, EveryStep(), [](int, int) {},
         [&](int block) {
           if (block == blocks - 1) ring_.pass_turn(warpgroup, threadIdx.x % kWarpgroup);
         });

@@ -100,13 +100,46 @@ class GroupedWgradSm90 {
     }
   }
 
-  // All four warps copy rows; one thread sees to the other operand.
+  // The blocks of rows that this block's tiles contract over, in order.
+  class RowBlocks {
+   public:
+    __device__ RowBlocks(const Scheduler& tiles, int item, int step)
+        : tiles_(tiles), item_(item - step), step_(step) {
+      next();
+    }
+    __device__ int first() const { return tile_.first + k_; }
+    __device__ int rows() const { return tile_.depth - k_; }  // at most 0 after the last block
+    __device__ __forceinline__ void next() {
+      k_ += kChunk;
+      while (k_ >= tile_.depth && !done_) {
+        item_ += step_;
+        k_ = 0;
+        done_ = !tiles_.find(item_, tile_);
+      }
+    }
+
+   private:
+    const Scheduler& tiles_;
+    int item_;
+    const int step_;
+    WeightTile tile_ = {};
+    int k_ = -kChunk;
+    bool done_ = false;
+  };
+
+  // All four warps copy rows; one thread sees to the other operand. Slots are read two blocks
+  // ahead: the loading threads could never catch up if each block waited for its own.
   __device__ void produce_gathered() {
     constexpr bool kLeft = kGathered == Gathered::kLhs;
     constexpr int kChunks = (kLeft ? Tile::kRows : Tile::kCols) / kChunk;
     const int thread = threadIdx.x % kWarpgroup;
     const Scheduler tiles = scheduler();
-    GatheredRows<kChunk> rows(params_.source, thread);
+    GatheredRows<kChunk, 2> rows(params_.source, thread);
+    RowBlocks ahead(tiles, first_item(), item_step());
+    rows.template read_slots<0>(ahead.first(), ahead.rows());
+    ahead.next();
+    rows.template read_slots<1>(ahead.first(), ahead.rows());
+    bool odd = false;
     typename Ring::State state;
     WeightTile tile;
     for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
@@ -114,10 +147,15 @@ class GroupedWgradSm90 {
       const int width = (kLeft ? params_.rows : params_.cols) / 8;
       const int first = kLeft ? tile.row / 8 : tile.plane * width + tile.col / 8;
       const int end = kLeft ? width : (tile.plane + 1) * width;
-      rows.read_slots(tile.first, tile.depth);
-      for (int k = 0; k < tile.depth; k += kChunk) {
-        rows.find_rows();
-        rows.read_slots(tile.first + k + kChunk, tile.depth - k - kChunk);
+      for (int k = 0; k < tile.depth; k += kChunk, odd = !odd) {
+        ahead.next();
+        if (odd) {
+          rows.template find_rows<1>();
+          rows.template read_slots<1>(ahead.first(), ahead.rows());
+        } else {
+          rows.template find_rows<0>();
+          rows.template read_slots<0>(ahead.first(), ahead.rows());
+        }
         ring_.await_free(state);
         if (thread == 0) {
           ring_.announce(state.stage);
@@ -183,12 +221,14 @@ class GroupedWgradSm90 {
                                                      Staging& staging) const {
     const int thread = threadIdx.x % kWarpgroup;
     float acc[kRowTiles][Tile::kCols / 2];
+    // Of the last block only the steps that reach a row of the group.
+    const int last_rows = tile.depth - (blocks - 1) * kChunk;
+    const int last_steps = (last_rows + kStep - 1) / kStep;
     ring_.multiply(
-        acc, state, blocks, chunk, thread,
+        acc, state, blocks, chunk, thread, last_steps,
         [&](int block, int stage) {
-          const int left = tile.depth - block * kChunk;
-          if (left < kChunk) {
-            ring_.template zero_tail<kRowTiles>(stage, left, chunk, thread,
+          if (block == blocks - 1 && last_rows < last_steps * kStep) {
+            ring_.template zero_tail<kRowTiles>(stage, last_rows, last_steps * kStep, chunk, thread,
                                                 kWarpgroupBarrier + warpgroup);
           }
         },

@@ -6,6 +6,7 @@
 
 #include "cuda/kernels/combine.cuh"
 #include "cuda/launch/launch.h"
+#include "cuda/launch/permute_groups.h"
 
 namespace dropless::cuda {
 namespace {
@@ -121,11 +122,7 @@ void launch_group_sum(const GroupSumArgs& args, Stream stream) {
   group_sum_kernel<T, N><<<grid, kGroupSumWarps * kWarpSize, 0, stream>>>(p);
 }
 
-}  // namespace
-
-Status permute(const PermuteArgs& args, Tensor, Stream stream) {
-  DROPLESS_RETURN_IF_ERROR(check(args));
-  if (args.rows.size() == 0) return Status();
+PermuteParams permute_params(const PermuteArgs& args) {
   PermuteParams p;
   p.x = args.x.as<uint8_t>();
   p.slot_of_row = args.slot_of_row.as<int32_t>();
@@ -135,6 +132,15 @@ Status permute(const PermuteArgs& args, Tensor, Stream stream) {
   p.num_rows = args.rows.dims[0];
   p.experts_per_token = static_cast<int>(args.experts_per_token);
   p.tokens = static_cast<int>(args.x.dims[0]);
+  return p;
+}
+
+}  // namespace
+
+Status permute(const PermuteArgs& args, Tensor, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  if (args.rows.size() == 0) return Status();
+  const PermuteParams p = permute_params(args);
   const auto fits = [&](int64_t bytes) {
     return p.row_bytes % bytes == 0 && is_aligned(p.x, bytes) && is_aligned(p.rows, bytes);
   };
@@ -146,6 +152,22 @@ Status permute(const PermuteArgs& args, Tensor, Stream stream) {
     launch_permute<uint16_t>(p, stream);
   }
   return launch_status("permute");
+}
+
+Status permute_groups(const PermuteArgs& args, const ConstTensor& offsets, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  if (args.rows.size() == 0) return Status();
+  const PermuteParams p = permute_params(args);
+  const int64_t experts = offsets.dims[0] - 1;
+  constexpr int kWarps = kThreads / kWarpSize;
+  // A row a warp if all groups are of one size.
+  const int64_t shares = ceil_div(p.num_rows, experts * kWarps);
+  const int64_t segments =
+      ceil_div(p.row_bytes, kPermuteUnroll * kWarpSize * static_cast<int64_t>(sizeof(uint4)));
+  const dim3 grid(static_cast<unsigned>(experts * shares), static_cast<unsigned>(segments));
+  permute_groups_kernel<uint4>
+      <<<grid, kThreads, 0, stream>>>(p, offsets.as<int32_t>(), static_cast<int>(experts));
+  return launch_status("permute_groups");
 }
 
 Status combine(const CombineArgs& args, Tensor, Stream stream) {

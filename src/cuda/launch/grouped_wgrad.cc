@@ -1,5 +1,6 @@
 #include "cuda/launch/grouped_wgrad_fp8_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
+#include "cuda/launch/permute_groups.h"
 #include "cuda/launch/product_path.h"
 #include "cuda/launch/products.h"
 #include "cuda/launch/products_sm80.h"
@@ -80,13 +81,13 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     permutation.slot_of_row = args.slot_of_row;
     permutation.experts_per_token = args.experts_per_token;
     permutation.rows = Tensor{workspace.data, DType::kBF16, 2, {rows, width, 0, 0}};
-    DROPLESS_RETURN_IF_ERROR(permute(permutation, Tensor(), stream));
+    DROPLESS_RETURN_IF_ERROR(permute_groups(permutation, args.offsets, stream));
     ConstTensor& gathered = left ? contiguous.x : contiguous.dy;
     gathered.data = workspace.data;
     gathered.dims[0] = rows;
     contiguous.gather = Gather::kNone;
   }
-  const int tile = grouped_wgrad_sm90_tile(args.dy.dims[2]);
+  const int tile = grouped_wgrad_sm90_tile(rows, args.dw[0].dims[0], args.dy.dims[2]);
   return launch_grouped_wgrad_sm90(contiguous, tile, stream);
 }
 

@@ -57,12 +57,13 @@ Status launch_grouped_wgrad_tile(const GroupedWgradArgs& args, Stream stream) {
 // All compiled tiles of one output type.
 template <class Out, bool kAccumulate>
 Status launch_grouped_wgrad_all(const GroupedWgradArgs& args, int tile, Stream stream) {
-  using GatherTile = std::tuple_element_t<kGatheringWgradTile, GroupedWgradSm90Tiles>;
   if (args.gather == Gather::kLhs) {
-    return launch_grouped_wgrad_tile<GatherTile, Out, kAccumulate, Gathered::kLhs>(args, stream);
+    return launch_grouped_wgrad_tile<GatheringWgradSm90Tile, Out, kAccumulate, Gathered::kLhs>(
+        args, stream);
   }
   if (args.gather == Gather::kRhs) {
-    return launch_grouped_wgrad_tile<GatherTile, Out, kAccumulate, Gathered::kRhs>(args, stream);
+    return launch_grouped_wgrad_tile<GatheringWgradSm90Tile, Out, kAccumulate, Gathered::kRhs>(
+        args, stream);
   }
   return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     using Launch = Status (*)(const GroupedWgradArgs&, Stream);

@@ -7,26 +7,27 @@
 namespace dropless::cuda {
 
 using GroupedWgradSm90Tiles =
-    std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 1, false>>;
+    std::tuple<GemmTile<128, 192, 4, 1, true>, GemmTile<128, 256, 4, 2, false>>;
 
-// Which of them: the first measured faster or as fast on every shape whose columns it wastes no
-// more of.
-constexpr int grouped_wgrad_sm90_tile(int64_t cols) {
+// Which of them: the first one hides its stores, which are much of a short contraction's time, and
+// is as fast as the second one, which reads least, from about 1536 rows an expert on. There it
+// only takes a few columns wasted for the second one to be faster.
+constexpr int grouped_wgrad_sm90_tile(int64_t rows, int64_t experts, int64_t cols) {
   const int64_t narrow = ceil_div(cols, 192) * 192, wide = ceil_div(cols, 256) * 256;
-  return 100 * narrow > 110 * wide ? 1 : 0;
+  return 100 * narrow > (rows > 1536 * experts ? 102 : 110) * wide ? 1 : 0;
 }
 
-// The one that also gathers while it loads: in the other one a warpgroup alone feeds the tensor
-// cores, and late rows cost 10 to 30 %.
-inline constexpr int kGatheringWgradTile = 1;
+// The one that gathers while it loads: in turns, a warpgroup alone feeds the tensor cores, and late
+// rows cost 10 to 30 %.
+using GatheringWgradSm90Tile = GemmTile<128, 256, 4, 1, false>;
 
 // Whether gathering while loading beats multiplying a copy in row order. Tiles along the other
 // operand load the same rows again, each time a little slower than in order, and the copy is made
 // once: measured faster up to 2048 columns of the other operand, slower from 2880 on.
 constexpr bool grouped_wgrad_sm90_gathers(int64_t other_cols) { return other_cols <= 2048; }
 
-// Args are checked, sizes are positive, operands are bfloat16. Where rows are gathered the tile is
-// kGatheringWgradTile.
+// Args are checked, sizes are positive, operands are bfloat16. Where rows are gathered, `tile` is
+// not looked at.
 Status launch_grouped_wgrad_sm90(const GroupedWgradArgs& args, int tile, Stream stream);
 
 }  // namespace dropless::cuda

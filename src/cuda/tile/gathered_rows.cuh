@@ -19,8 +19,9 @@ struct RowSource {
   uint32_t units;  // of 16 bytes in a row; those of T rows count in 31 bits
 };
 
-// What one thread of 128 copies of kRows rows of 128 bytes: 16 bytes of every 16th row.
-template <int kRows>
+// What one thread of 128 copies of kRows rows of 128 bytes: 16 bytes of every 16th row. Slots of
+// kSets blocks of rows can be underway.
+template <int kRows, int kSets = 1>
 class GatheredRows {
  public:
   __device__ GatheredRows(const RowSource& source, int thread)
@@ -31,21 +32,23 @@ class GatheredRows {
         place_(row_ * 128 + ((unit_ ^ (row_ & 7)) << 4)) {}
 
   // Starts reading the slots of the rows from `first` on, of which `rows` exist.
+  template <int kSet = 0>
   __device__ __forceinline__ void read_slots(int first, int rows) {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       const int row = row_ + 16 * i;
-      slot_[i] = row < rows ? __ldg(source_.map.slot_of_row + first + row) : -1;
+      slot_[kSet][i] = row < rows ? __ldg(source_.map.slot_of_row + first + row) : -1;
     }
   }
 
-  // Makes the rows whose slots were read last those that copy() copies.
+  // Makes the rows whose slots were read those that copy() copies.
+  template <int kSet = 0>
   __device__ __forceinline__ void find_rows() {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const int token = source_.map.experts_per_token.divide(slot_[i] < 0 ? 0 : slot_[i]);
-      at_[i] =
-          slot_[i] < 0 || token >= source_.map.tokens ? kAbsent : token * source_.units + unit_;
+      const int slot = slot_[kSet][i];
+      const int token = source_.map.experts_per_token.divide(slot < 0 ? 0 : slot);
+      at_[i] = slot < 0 || token >= source_.map.tokens ? kAbsent : token * source_.units + unit_;
     }
   }
 
@@ -72,7 +75,7 @@ class GatheredRows {
 
   const RowSource& source_;
   int row_, unit_, place_;
-  int slot_[kLaneRows];
+  int slot_[kSets][kLaneRows];
   uint32_t at_[kLaneRows];  // of this thread's first unit in `data`, in units
 };
 

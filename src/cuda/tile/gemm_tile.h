@@ -18,6 +18,9 @@ enum class Major { kK, kMn };
 // bf16 elements of one shared-memory row: 128 bytes, the width of the widest swizzle and of a TMA
 // box. Also the contraction depth of a pipeline stage.
 inline constexpr int kChunk = 64;
+// It in steps of wgmma, 16 elements of the contraction.
+inline constexpr int kStep = 16;
+inline constexpr int kChunkSteps = kChunk / kStep;
 // It in units of 16 bytes, what a thread copies at once.
 inline constexpr int kChunkUnits = 8;
 // 64 rows of it.

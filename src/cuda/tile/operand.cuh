@@ -2,6 +2,8 @@
 // multiplying a stage. (gathered_rows.cuh: loading one of them without TMA.)
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/matrix_move.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -78,6 +80,9 @@ __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* ma
   }
 }
 
+// Zeros fill a contraction that ends inside a block of kChunk.
+struct EveryStep {};
+
 // The stages of one block and their barriers.
 template <class Tile, Major kLhsMajor, Major kRhsMajor, Gathered kGathered = Gathered::kNone>
 struct Stages {
@@ -145,42 +150,50 @@ struct Stages {
 
   // Consumer: multiplies `blocks` stages into kRowTiles blocks of 64 rows, starting at 64-row chunk
   // `chunk`. With one product in flight, a stage is released while the next one is being
-  // multiplied. Calls prepare(block, stage) before a block's product and issued(block) after
-  // issuing it.
-  template <int kRowTiles, int kRegisters, class Prepare, class Issued>
+  // multiplied. Of the last block only `last_steps` steps of 16 contraction elements are
+  // multiplied, or all if it is EveryStep. Calls prepare(block, stage) before a block's product and
+  // issued(block) after issuing it.
+  template <int kRowTiles, int kRegisters, class LastSteps, class Prepare, class Issued>
   __device__ __forceinline__ void multiply(float (&acc)[kRowTiles][kRegisters], State& state,
-                                           int blocks, int chunk, int thread, Prepare prepare,
-                                           Issued issued) const {
+                                           int blocks, int chunk, int thread, LastSteps last_steps,
+                                           Prepare prepare, Issued issued) const {
     using Lhs = OperandLayout<kLhsMajor>;
     using Rhs = OperandLayout<kRhsMajor>;
+    constexpr bool kWhole = std::is_same_v<LastSteps, EveryStep>;
+    constexpr bool kZeroed = Tile::kPingpong && kWhole;
     const uint64_t lhs_base = Lhs::descriptor(lhs(0) + chunk * kChunkBytes);
     const uint64_t rhs_base = Rhs::descriptor(rhs(0));
     int previous = 0;
     // In turns, the epilogue of one tile needs its registers: one that the first product overwrites
     // without being set here would count as read by it, hence as occupied from tile to tile.
-    if constexpr (Tile::kPingpong) {
+    if constexpr (kZeroed) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < kRegisters; ++j) acc[i][j] = 0.0f;
       }
     }
-    for (int block = 0; block < blocks; ++block) {
+    const auto await_full = [&](int block) {
       ptx::mbarrier_wait(full + state.stage, state.phase);
       // The copy engine writes as wgmma reads, through the asynchronous proxy; threads do not.
       if (kGathered != Gathered::kNone) ptx::fence_proxy_async();
       prepare(block, state.stage);
-      ptx::wgmma_fence();
+    };
+    const auto product = [&](int block, int step) {
       const uint32_t offset = state.stage * (kStageBytes / 16);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          ptx::wgmma<kLhsMajor == Major::kMn, kRhsMajor == Major::kMn>(
-              acc[i], lhs_base + offset + i * (kChunkBytes / 16) + step * Lhs::kStep,
-              rhs_base + offset + step * Rhs::kStep, Tile::kPingpong || block > 0 || step > 0);
-        }
+      for (int i = 0; i < kRowTiles; ++i) {
+        ptx::wgmma<kLhsMajor == Major::kMn, kRhsMajor == Major::kMn>(
+            acc[i], lhs_base + offset + i * (kChunkBytes / 16) + step * Lhs::kStep,
+            rhs_base + offset + step * Rhs::kStep, kZeroed || block > 0 || step > 0);
       }
+    };
+    const int whole = kWhole ? blocks : blocks - 1;
+    for (int block = 0; block < whole; ++block) {
+      await_full(block);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kChunkSteps; ++step) product(block, step);
       ptx::wgmma_commit_group();
       issued(block);
       ptx::wgmma_wait_group<1>();
@@ -188,19 +201,34 @@ struct Stages {
       previous = state.stage;
       state.advance();
     }
+    if constexpr (!kWhole) {
+      await_full(whole);
+      // Each step is a group of its own: ptxas serialises a group of unknown length.
+#pragma unroll 1
+      for (int step = 0; step < last_steps; ++step) {
+        ptx::wgmma_fence();
+        product(whole, step);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<1>();
+      }
+      issued(whole);
+      if (whole > 0) release(previous, thread);
+      previous = state.stage;
+      state.advance();
+    }
     ptx::wgmma_wait_group<0>();
     release(previous, thread);
   }
 
-  // Consumer, MN-major operands: zeroes the contraction steps from `first` on of this warpgroup's
+  // Consumer, MN-major operands: zeroes contraction elements first .. end - 1 of this warpgroup's
   // kRowTiles chunks of lhs and of all of rhs. (Two warpgroups may both write the same zeros to
   // rhs.)
   template <int kRowTiles>
-  __device__ __forceinline__ void zero_tail(int stage, int first, int chunk, int thread,
+  __device__ __forceinline__ void zero_tail(int stage, int first, int end, int chunk, int thread,
                                             int barrier) const {
     static_assert(kLhsMajor == Major::kMn && kRhsMajor == Major::kMn);
-    zero_steps<kRowTiles>(lhs(stage) + chunk * kChunkBytes, first, thread);
-    zero_steps<Tile::kCols / kChunk>(rhs(stage), first, thread);
+    zero_rows<kRowTiles>(lhs(stage) + chunk * kChunkBytes, first, end, thread);
+    zero_rows<Tile::kCols / kChunk>(rhs(stage), first, end, thread);
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(barrier, kWarpgroup);
   }
@@ -232,10 +260,10 @@ struct Stages {
 
  private:
   template <int kChunks>
-  __device__ static __forceinline__ void zero_steps(uint8_t* smem, int first, int thread) {
+  __device__ static __forceinline__ void zero_rows(uint8_t* smem, int first, int end, int thread) {
     // Whole 128-byte rows, eight threads each, so the swizzle does not matter.
     const uint32_t base = ptx::shared_address(smem) + thread % 8 * 16;
-    for (int i = thread / 8; i < kChunks * (kChunk - first); i += kWarpgroup / 8) {
+    for (int i = thread / 8; i < kChunks * (end - first); i += kWarpgroup / 8) {
       ptx::store_shared_zero16(base + i % kChunks * kChunkBytes + (first + i / kChunks) * 128);
     }
   }
