@@ -194,7 +194,7 @@ struct Menu {
 };
 
 std::vector<Menu> menu() {
-  RouterOptions sigmoid, grouped, softplus, groups_of_max;
+  RouterOptions sigmoid, grouped, groups16, groups4, softplus, groups_of_max;
   sigmoid.score = RouterScore::kSigmoid;
   sigmoid.renormalize_eps = 1e-20f;
   sigmoid.scale = 2.5f;
@@ -203,6 +203,10 @@ std::vector<Menu> menu() {
   grouped.groups_kept = 4;
   grouped.group_score_experts = 2;
   grouped.group_mask_zero = true;
+  groups16 = groups4 = grouped;
+  groups16.num_groups = 16;
+  groups4.num_groups = 4;
+  groups4.groups_kept = 2;
   softplus = sigmoid;
   softplus.score = RouterScore::kSqrtSoftplus;
   groups_of_max = grouped;
@@ -212,6 +216,8 @@ std::vector<Menu> menu() {
           {"sigmoid", sigmoid, false},
           {"sigmoid_bias", sigmoid, true},
           {"sigmoid_bias_groups", grouped, true},
+          {"sigmoid_bias_16_groups", groups16, true},
+          {"sigmoid_bias_4_groups", groups4, true},
           {"sqrt_softplus_bias", softplus, true},
           {"softmax_groups_of_max", groups_of_max, false}};
 }

@@ -5,6 +5,8 @@
 #include <limits>
 #include <numeric>
 
+#include "core/router_math.h"
+#include "cuda/kernels/route.cuh"
 #include "dropless/route.h"
 #include "tests/cpp/support/compare.h"
 #include "tests/cpp/support/device.h"
@@ -177,6 +179,56 @@ TEST_F(CudaRouteSizes, F9_AnyNumberOfExpertsAndChoices) {
   }
 }
 
+// Keys that differ in their last bits alone, where the selection keeps the place of a key.
+TEST_F(CudaRouteSizes, F1_NeighbouringFloatsAreInOrder) {
+  Rng rng(43);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int64_t num_experts : {33, 64, 128, 250, 256, 512, 1024}) {
+      for (const int64_t steps : {2, 16, 300}) {
+        for (const bool biased : {false, true}) {
+          Routing expected(70, num_experts, 8, dtype);
+          const double step = dtype == DType::kF32 ? 0x1p-23 : 0x1p-7;
+          for (int64_t i = 0; i < expected.logits.size(); ++i) {
+            const double value = 1 + step * static_cast<double>(rng() % steps);
+            expected.logits.set(i, i / num_experts % 2 == 0 ? value : -value);
+          }
+          if (biased) expected.selection_bias = Array(DType::kF32, {num_experts}).fill(0.25);
+          expected.options.score = biased ? RouterScore::kSigmoid : RouterScore::kSoftmax;
+          Routing got = expected;
+          SCOPED_TRACE(expected.logits.shape() + " steps " + std::to_string(steps));
+          ASSERT_TRUE(reference::route(expected.forward()).ok());
+          gpu_route(got);
+          EXPECT_TRUE(got.ids.same_bits(expected.ids));
+        }
+      }
+    }
+  }
+}
+
+__global__ void count_other_sigmoids(unsigned long long* others) {
+  const uint32_t stride = gridDim.x * blockDim.x;  // a power of two
+  uint32_t bits = blockIdx.x * blockDim.x + threadIdx.x;
+  unsigned long long count = 0;
+  do {
+    const float z = __uint_as_float(bits);
+    const float got = cuda::sigmoid_to_the_bit(z), want = router::sigmoid(z);
+    const bool is_same = __float_as_uint(got) == __float_as_uint(want) || (got != got && z != z);
+    count += is_same ? 0 : 1;
+    bits += stride;
+  } while (bits >= stride);  // until all 2^32 were seen
+  if (count > 0) atomicAdd(others, count);
+}
+
+TEST_F(CudaRouteSizes, SigmoidOfEveryFloatHasTheBitsOfTheDivision) {
+  unsigned long long *others = nullptr, count = 1;
+  ASSERT_EQ(cudaMalloc(&others, sizeof count), cudaSuccess);
+  ASSERT_EQ(cudaMemset(others, 0, sizeof count), cudaSuccess);
+  count_other_sigmoids<<<1024, 256>>>(others);
+  ASSERT_EQ(cudaMemcpy(&count, others, sizeof count, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(count, 0u);
+  cudaFree(others);
+}
+
 TEST_F(CudaRouteSizes, GroupsAcrossEveryRowOfAWarp) {
   Rng rng(42);
   for (const GroupLimit& limit : std::vector<GroupLimit>{{1024, 32, 32, 16, 5, false},
@@ -185,6 +237,14 @@ TEST_F(CudaRouteSizes, GroupsAcrossEveryRowOfAWarp) {
                                                          {64, 8, 32, 7, 2, true},
                                                          {96, 5, 3, 2, 31, false},
                                                          {512, 8, 16, 4, 3, true},
+                                                         {512, 10, 32, 8, 2, false},
+                                                         {256, 8, 32, 5, 1, true},
+                                                         {256, 8, 16, 4, 2, true},
+                                                         {256, 8, 4, 2, 2, true},
+                                                         {256, 8, 2, 1, 2, false},
+                                                         {160, 6, 5, 2, 2, true},
+                                                         {96, 6, 12, 3, 2, false},
+                                                         {40, 4, 20, 6, 2, true},
                                                          {384, 8, 6, 2, 2, false}}) {
     for (const bool ties : {false, true}) {
       Routing expected(67, limit.num_experts, limit.per_token);

@@ -6,9 +6,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <type_traits>
 
 #include "core/router_math.h"
 #include "cuda/kernels/select_experts.cuh"
+#include "cuda/ptx/approximate.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -34,17 +37,35 @@ struct RouteTokensParams {
   int tokens_per_chunk;
 };
 
+// router::sigmoid to the bit, as the test over all floats shows: its division without the branch
+// for operands that do not occur, numerators above 1 and denominators outside [1, 2].
+__device__ inline float sigmoid_to_the_bit(float z) {
+  const float e = router::exp_nonpositive(-fabsf(z));
+  const float denominator = 1.0f + e;
+  const float numerator = z > 0.0f ? 1.0f : e;
+  float inverse = ptx::reciprocal_approximate(denominator);
+  inverse = fmaf(fmaf(-denominator, inverse, 1.0f), inverse, inverse);
+  const float quotient = numerator * inverse;
+  return fmaf(fmaf(-denominator, quotient, numerator), inverse, quotient);
+}
+
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLn2 = 0.693147181f;
+// Above every exponent that counts, and no infinity: 0 times it is 0.
+constexpr float kNoExponent = 1000.0f;
+
 // One token's logits and what follows from them, spread over a warp: element j is expert lane + 32
 // j.
 template <int V>
 struct TokenScores {
-  float logit[V];   // -inf past the last expert
-  float score[V];   // exp(logit - largest), or an elementwise score
+  float logit[V];   // the lowest float past the last expert
+  float score[V];   // exp(logit - largest), or an elementwise score; 0 past the last expert
   float largest;    // of the logits; NaN if one of them is NaN
   float exp_sum;    // sum of exp(logit - largest)
-  float score_sum;  // sum of score
-  float lse;        // logsumexp(logits)
-  float entropy;    // of score / score_sum, in nats
+  float score_sum;  // sum of score: at least 2e-9, so that its inverse is finite
+  float log_exp_sum;
+  float lse;      // logsumexp(logits)
+  int nonfinite;  // logits that are not finite, in this lane
 
   // Whether elementwise scores are multiplied by a factor, the same in all lanes, that makes the
   // largest 1: they would underflow.
@@ -52,62 +73,104 @@ struct TokenScores {
 
   template <class T>
   __device__ void load(const T* logits /* [E] */, int num_experts) {
+    const T* from = logits + lane_id();
+    if (num_experts == kWarpSize * V) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) logit[j] = to_float(from[kWarpSize * j]);
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int e = lane_id() + kWarpSize * j;
-      logit[j] = e < num_experts ? to_float(logits[e]) : -INFINITY;
+      logit[j] = lane_id() + kWarpSize * j < num_experts ? to_float(from[kWarpSize * j])
+                                                         : -std::numeric_limits<float>::max();
     }
   }
 
-  __device__ void compute(RouterScore kind) {
-    float largest_seen = -INFINITY;
-    bool has_nan = false;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      largest_seen = fmaxf(largest_seen, logit[j]);
-      has_nan |= logit[j] != logit[j];
-    }
-    largest_seen = warp_max(largest_seen);
-    largest = __any_sync(kFullWarp, has_nan) ? NAN : largest_seen;
-
+  // `exact_softmax`: the scores are ranked, so they must have the bits of router::selection_keys.
+  __device__ void compute(RouterScore kind, bool exact_softmax, int num_experts) {
+    find_largest(num_experts);
     exp_sum = 0.0f;
-    float weighted = 0.0f;  // of exp(d) * d, d = logit - largest
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float d = logit[j] - largest;
-      score[j] = router::exp_nonpositive(d);
-      exp_sum += score[j];
-      weighted += score[j] > 0.0f ? score[j] * d : 0.0f;
-    }
-    exp_sum = warp_sum(exp_sum);
-    float log_sum = logf(exp_sum);
-    lse = largest + log_sum;
-    score_sum = exp_sum;
-    if (router::is_positive_elementwise(kind)) {
-      score_elementwise(kind);
-      score_sum = weighted = 0.0f;
+    if (exact_softmax) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        score_sum += score[j];
-        weighted += score[j] > 0.0f ? score[j] * logf(score[j]) : 0.0f;
+        const bool is_expert = lane_id() + kWarpSize * j < num_experts;
+        score[j] = is_expert ? router::exp_nonpositive(logit[j] - largest) : 0.0f;
+        exp_sum += score[j];
       }
-      score_sum = warp_sum(score_sum);
-      log_sum = logf(score_sum);
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        score[j] = ptx::exp2_approximate(kLog2E * (logit[j] - largest));
+        exp_sum += score[j];
+      }
     }
-    entropy = log_sum - warp_sum(weighted) / score_sum;
+    exp_sum = warp_sum(exp_sum);
+    log_exp_sum = logf(exp_sum);
+    lse = largest + log_exp_sum;
+    score_sum = exp_sum;
+    if (!router::is_positive_elementwise(kind)) return;
+    score_elementwise(kind);
+    score_sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < V; ++j) score_sum += score[j];
+    score_sum = warp_sum(score_sum);
+  }
+
+  // This lane's part of the entropy of score / score_sum, in bits, times score_sum. Exactly 0 for
+  // one expert alone.
+  __device__ float entropy_bits(RouterScore kind) const {
+    float sum = 0.0f;
+    if (router::is_positive_elementwise(kind)) {
+      const float log2_sum = ptx::log2_approximate(score_sum);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        sum += score[j] * fminf(log2_sum - ptx::log2_approximate(score[j]), kNoExponent);
+      }
+    } else {
+      const float log2_sum = kLog2E * log_exp_sum;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        sum += score[j] * fminf(log2_sum - kLog2E * (logit[j] - largest), kNoExponent);
+      }
+    }
+    return sum;
+  }
+
+ private:
+  __device__ void find_largest(int num_experts) {
+    float seen = -INFINITY;
+    float zero = 0.0f;  // NaN if a logit is not finite
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      seen = fmaxf(seen, logit[j]);
+      zero = fmaf(logit[j], 0.0f, zero);
+    }
+    largest = key_value(__reduce_max_sync(kFullWarp, ordered_key(seen)));
+    nonfinite = 0;
+    if (!__any_sync(kFullWarp, zero != 0.0f)) return;
+    bool has_nan = false;
+    bool has_number = false;  // above -inf
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (lane_id() + kWarpSize * j >= num_experts) continue;
+      nonfinite += isfinite(logit[j]) ? 0 : 1;
+      has_nan |= logit[j] != logit[j];
+      has_number |= logit[j] > -INFINITY;
+    }
+    if (!__any_sync(kFullWarp, has_number)) largest = -INFINITY;
+    if (__any_sync(kFullWarp, has_nan)) largest = NAN;
   }
 
   __device__ void score_elementwise(RouterScore kind) {
     if (is_scaled_up()) {
       // Sigmoids are the exponentials that `score` holds already.
       if (kind == RouterScore::kSigmoid) return;
+      const float rate = kLog2E * router::exp_rate(kind);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        score[j] = router::exp_nonpositive(router::exp_rate(kind) * (logit[j] - largest));
-      }
+      for (int j = 0; j < V; ++j) score[j] = ptx::exp2_approximate(rate * (logit[j] - largest));
     } else if (kind == RouterScore::kSigmoid) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) score[j] = router::sigmoid(logit[j]);
+      for (int j = 0; j < V; ++j) score[j] = sigmoid_to_the_bit(logit[j]);
     } else {
 #pragma unroll
       for (int j = 0; j < V; ++j) score[j] = router::sqrt_softplus(logit[j]);
@@ -115,11 +178,16 @@ struct TokenScores {
   }
 };
 
-// What top-k ranks, as router::selection_keys defines it.
+// Whether top-k ranks softmax scores.
+__device__ inline bool ranks_softmax(const RouterOptions& options, bool biased) {
+  return options.score == RouterScore::kSoftmax && router::ranks_scores(options, biased);
+}
+
+// What top-k ranks, as router::selection_keys defines it. `bias` is this lane's, if `biased`.
 template <int V>
 __device__ void selection_keys(const RouterOptions& options, const TokenScores<V>& token,
-                               const float* bias, int num_experts, uint32_t (&keys)[V]) {
-  const bool biased = bias != nullptr;
+                               bool biased, const float (&bias)[V], int num_experts,
+                               uint32_t (&keys)[V]) {
   float value[V];
   // Branches around whole loops: inside, both sides would be computed for every expert.
   if (!router::ranks_scores(options, biased) || options.score == RouterScore::kIdentity) {
@@ -136,11 +204,13 @@ __device__ void selection_keys(const RouterOptions& options, const TokenScores<V
 #pragma unroll
     for (int j = 0; j < V; ++j) value[j] = token.score[j];
   }
+  if (biased) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] += bias[j];
+  }
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int e = lane_id() + kWarpSize * j;
-    if (biased && e < num_experts) value[j] += bias[e];
-    keys[j] = e < num_experts ? ordered_key(value[j]) : kNoKey;
+    keys[j] = lane_id() + kWarpSize * j < num_experts ? ordered_key(value[j]) : kNoKey;
   }
   if (options.num_groups > 1) {
     mask_groups(options.num_groups, options.groups_kept, options.group_score_experts,
@@ -248,7 +318,6 @@ __device__ inline void add_ranks_of_warps(const int* before_warp, int num_expert
 template <class T, int V, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensParams<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;
-  __shared__ int chosen_of_warp[kWarps][kWarpSize];
   extern __shared__ int shared[];
   // A broadcast tells the compiler that the warp's loop below does not diverge.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
@@ -266,9 +335,21 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
   for (int e = lane; e < num_experts; e += kWarpSize) histogram[e] = 0;
   __syncwarp();
 
+  const bool biased = p.bias != nullptr;
+  float bias[V] = {};
+  if (biased) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (lane + kWarpSize * j < num_experts) bias[j] = p.bias[lane + kWarpSize * j];
+    }
+  }
+  const bool exact_softmax = ranks_softmax(p.options, biased);
+  // bfloat16 logits that are ranked themselves.
+  const bool is_lossless = sizeof(T) == 2 && !router::ranks_scores(p.options, biased) && !biased;
+
   float prob_sum[V] = {};
   float lse_square = 0.0f;
-  float entropy = 0.0f;
+  float entropy_bits = 0.0f;  // the warp's is the sum over its lanes
   int real_tokens = 0;
   int nonfinite = 0;
 
@@ -294,25 +375,19 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
       }
       continue;
     }
-    token.compute(p.options.score);
-    // The sum of exponentials is at least 1, but that of other scores may be too small for an
-    // inverse.
-    const bool elementwise = router::is_positive_elementwise(p.options.score);
+    token.compute(p.options.score, exact_softmax, num_experts);
     const float inverse = 1.0f / token.score_sum;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      prob_sum[j] += elementwise ? token.score[j] / token.score_sum : token.score[j] * inverse;
-      if (lane + kWarpSize * j < num_experts && !isfinite(token.logit[j])) ++nonfinite;
-    }
+    for (int j = 0; j < V; ++j) prob_sum[j] += token.score[j] * inverse;
     lse_square += token.lse * token.lse;
-    entropy += token.entropy;
+    entropy_bits += token.entropy_bits(p.options.score) * inverse;
     ++real_tokens;
+    nonfinite += token.nonfinite;
 
     if (__any_sync(kFullWarp, chosen == kRouteFreely)) {
       uint32_t keys[V];
-      selection_keys(p.options, token, p.bias, num_experts, keys);
-      select_experts(keys, top_k, chosen_of_warp[warp]);
-      chosen = is_slot ? chosen_of_warp[warp][lane] : -1;
+      selection_keys(p.options, token, biased, bias, num_experts, keys);
+      chosen = select_experts(keys, top_k, is_lossless);
     }
     const bool is_choice = chosen >= 0;
     const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
@@ -325,6 +400,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
     if (is_choice) p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
     __syncwarp();
   }
+  const float entropy = kLn2 * warp_sum(entropy_bits);
 
   __syncthreads();
   scan_over_warps<kWarps>(shared, num_experts, p.counts + chunk * num_experts);

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   // The choices' gradients, brought from lane k to the lane that holds the expert.
   float* scattered = scattered_by_warp + warp * num_experts;
   for (int e = lane; e < num_experts; e += kWarpSize) scattered[e] = 0.0f;
-  token.compute(p.options.score);
+  token.compute(p.options.score, false, num_experts);
   const WeighedChoice weighed =
       weigh_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
   const ChoiceGradient gradient = choice_gradient(p.options, weighed, d_weight);
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   const float d_lse = 2.0f * token.lse * p.d_sums[0];
   const float d_entropy = p.d_sums[1];
   const float inverse_exp_sum = 1.0f / token.exp_sum;
+  const float inverse_sum = 1.0f / token.score_sum;
   const float log_score_sum = logf(token.score_sum);
   float g[V];
   float mean = 0.0f;  // sum of q g
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
       const float log_score = elementwise ? logf(token.score[j]) : token.logit[j] - token.largest;
       g[j] -= d_entropy * (log_score - log_score_sum);
     }
-    mean += token.score[j] / token.score_sum * g[j];
+    mean += token.score[j] * inverse_sum * g[j];
   }
   mean = warp_sum(mean);
 #pragma unroll
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     if (elementwise) {
       const float p_e = router::exp_nonpositive(token.logit[j] - token.largest) * inverse_exp_sum;
       const float slope = router::log_slope(p.options.score, token.logit[j]);
-      d = s / token.score_sum * slope * (g[j] - mean) + p_e * d_lse;
+      d = s * inverse_sum * slope * (g[j] - mean) + p_e * d_lse;
     } else {
       d = s * inverse_exp_sum * (g[j] - mean - gradient.of_all + d_lse);
     }
