@@ -10,6 +10,7 @@ import argparse
 import itertools
 import shlex
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,26 @@ def grad_call(layer, x, params, cotangent, *fixed):
     return lambda: step(x, params, *fixed)
 
 
-def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared):
-    """name -> call for one shape and precision."""
+def layer_call(cfg, x, params, cotangent):
+    """The layer from its parameters, as a call."""
+    import dropless
+
+    return grad_call(lambda x, p: dropless.moe(x, p, cfg)[0], x, params, cotangent)
+
+
+def prepared_call(cfg, x, params, cotangent):
+    """The layer whose experts were prepared before, as a call."""
+    import dropless
+
+    ready = jax.jit(lambda p: dropless.prepare_experts(p, cfg))(params)
+    return grad_call(
+        lambda x, p, ready: dropless.moe(x, p, cfg, prepared=ready)[0],
+        *(x, params, cotangent, ready),
+    )
+
+
+def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared, beside=()):
+    """name -> call for one shape and precision; `beside`: precisions timed beside it."""
     import dropless
 
     dtype = DTYPES[precision]
@@ -63,16 +82,17 @@ def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared):
     dense = peers.dense_params(keys[3], shape.model_dim, width, dtype)
 
     calls = {
-        "dropless": grad_call(lambda x, p: dropless.moe(x, p, cfg)[0], x, params, cotangent),
+        "dropless": layer_call(cfg, x, params, cotangent),
         "dense_ffn": grad_call(lambda x, p: peers.dense_ffn(x, p, dtype), x, dense, cotangent),
         "six_gemms": peers.six_gemms(shape.tokens, shape.model_dim, width, dtype, keys[4]),
     }
+    for other in beside:
+        calls[f"dropless_{other}"] = layer_call(replace(cfg, precision=other), x, params, cotangent)
     if prepared:
-        ready = jax.jit(lambda p: dropless.prepare_experts(p, cfg))(params)
-        calls["dropless_prepared"] = grad_call(
-            lambda x, p, ready: dropless.moe(x, p, cfg, prepared=ready)[0],
-            *(x, params, cotangent, ready),
-        )
+        for name, p in {"": precision, **{f"_{other}": other for other in beside}}.items():
+            calls[f"dropless{name}_prepared"] = prepared_call(
+                replace(cfg, precision=p), x, params, cotangent
+            )
     if with_ragged_dot and not skewed:
         calls["ragged_dot"] = grad_call(
             lambda x, p: peers.ragged_dot_layer(x, p, cfg.experts_per_token, dtype),
@@ -156,6 +176,9 @@ def main() -> None:
         nargs="*",
         help="shapes to time the ragged_dot layer on; all by default, none if empty",
     )
+    parser.add_argument(
+        "--beside", nargs="*", default=[], help="precisions of our layer timed in the same rounds"
+    )
     parser.add_argument("--prepared", action="store_true", help="also time experts prepared once")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0, help="per shape and precision")
@@ -172,7 +195,8 @@ def main() -> None:
         dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
         ragged_dot = name in table if args.ragged_dot is None else name in args.ragged_dot
         calls = variants(
-            table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared
+            *(table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared),
+            beside=args.beside,
         )
         extra = {"routing": routing, "params": str(jnp.dtype(dtype))}
         if "ragged_dot" in calls and (error := failure(calls["ragged_dot"])):
