@@ -15,8 +15,9 @@ namespace dropless::cpu {
 namespace {
 
 constexpr int64_t kMaxJobColumns = 512;  // of A packed by one call: 8 panels of any kernel
-// Columns of x packed together without FP8, in bytes of a row: of the three or four cache lines that
-// they touch, one is fetched twice. 8 panels of the deepest block still fit a second-level cache.
+// Columns of x packed together without FP8, in bytes of a row: of the three or four cache lines
+// that they touch, one is fetched twice. 8 panels of the deepest block still fit a second-level
+// cache.
 constexpr int64_t kJobBytes = 192;
 constexpr int64_t kMaxStripsTogether = 8;
 

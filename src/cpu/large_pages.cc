@@ -13,9 +13,10 @@ void prefer_large_pages(std::initializer_list<Tensor> outputs) {
     if (!out.given()) continue;
     // Only pages that lie inside: the neighbours' memory is not ours to say anything about.
     const auto address = reinterpret_cast<uintptr_t>(out.data);
-    const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-    const uintptr_t end = (address + static_cast<uintptr_t>(out.bytes())) / kPage * kPage;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    const uintptr_t before = (kPage - address % kPage) % kPage;
+    const auto bytes = static_cast<uintptr_t>(out.bytes());
+    const uintptr_t inside = bytes < before ? 0 : (bytes - before) / kPage * kPage;
+    if (inside > 0) madvise(static_cast<char*>(out.data) + before, inside, MADV_HUGEPAGE);
   }
 #else
   (void)outputs;
