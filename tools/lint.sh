@@ -7,6 +7,7 @@ failed=0
 bin=.venv/bin
 
 "$bin/ruff" check . || failed=1
+"$bin/ruff" format --check . || failed=1
 
 # The README's table must be what the result files say.
 "$bin/python" bench/report.py --check || failed=1
