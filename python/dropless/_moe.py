@@ -76,7 +76,7 @@ class MoEAux:
 def _router_logits(x, kernel, bias, mask):
     del mask  # the gradient needs it
     logits = _router_gemm.matmul(x, kernel.astype(jnp.float32))
-    return logits if bias is None else logits + bias.astype(jnp.float32)
+    return logits if bias is None else logits + bias.astype(jnp.float32)[None]
 
 
 def _router_logits_fwd(x, kernel, bias, mask):
@@ -280,7 +280,7 @@ def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
     tokens = checkpoint_name(x.reshape(-1, x.shape[-1]), "dropless_x")
     mask, expert_ids, token_ids = (per_token[n] for n in ("mask", "expert_ids", "token_ids"))
     if mask is not None:
-        mask = mask.reshape(-1) != 0
+        mask = mask.reshape(-1).astype(bool)
     router = params["router"]
     if token_ids is not None:
         # Outside the table there is no expert.

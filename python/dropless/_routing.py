@@ -152,7 +152,7 @@ def route(
         if mask.shape != (t,):
             raise ValueError(f"mask must have shape [T] = ({t},); got {mask.shape}.")
         check_mask_dtype(mask)
-        mask = (mask != 0).astype(jnp.uint8)
+        mask = mask.astype(bool).astype(jnp.uint8)
     if selection_bias is not None:
         selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
     if expert_ids is not None:

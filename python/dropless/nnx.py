@@ -89,7 +89,12 @@ def _integer_of(leaf: Any) -> Any:
 
 
 class AuxState(nnx.Variable):
-    """A layer's last ``MoEAux``: ``layer.aux.get_value()``, a field as ``layer.aux.rounds``."""
+    """A layer's last ``MoEAux``: ``layer.aux.get_value()``, a field as ``layer.aux.rounds``.
+
+    Its value is a pytree, which a checkpoint of ``nnx.to_pure_dict`` restored without a target
+    makes a dict that Flax cannot put back. Leave it out there, as the next call writes it anyway:
+    ``nnx.state(model, nnx.Not(dropless.nnx.AuxState))``.
+    """
 
     def __init__(self, value: Any, **metadata: Any):
         super().__init__(_FloatLeaves.pack(value), **metadata)
@@ -269,11 +274,16 @@ class MoELayer(nnx.Module):
             raise ValueError(
                 "MoELayer has no parameters yet: call it once, or construct it with model_dim="
             )
-        groups = {name: getattr(self, name, {}) for name in ("router", "experts", "shared")}
+        groups = {name: getattr(self, name, None) for name in ("router", "experts", "shared")}
         return {
-            name: {leaf: variable.get_value() for leaf, variable in group.items()}
+            # Not by items(): nnx.tabulate replaces it, and puts an attribute of its own there.
+            name: {
+                leaf: variable.get_value()
+                for leaf, variable in vars(group).items()
+                if isinstance(variable, nnx.Variable)
+            }
             for name, group in groups.items()
-            if group
+            if group is not None
         }
 
     def _params_for(self, x: jax.Array) -> Mapping[str, Any]:

@@ -295,3 +295,25 @@ def test_a_layer_is_saved_and_restored_by_orbax(tmp_path):
         nnx.update(other, checkpointer.restore(tmp_path / "layer", like))
     assert leaves_equal(other, layer)
     assert np.array_equal(other.aux.expert_counts, layer.aux.expert_counts)
+
+
+def test_tabulate_shows_the_layer():
+    table = nnx.tabulate(make(model_dim=H), inputs(), console_kwargs={"width": 200})
+    assert "MoELayer" in table
+    assert f"{H * E + 3 * E * H * I:,}" in table  # its parameters
+
+
+def test_a_checkpoint_of_plain_dicts_leaves_aux_out(tmp_path):
+    router = dropless.RouterConfig(selection_bias=True)
+    layer = make(model_dim=H, router=router)
+    want = layer(inputs())
+    saved = nnx.state(layer, nnx.Not(dropless.nnx.AuxState))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "layer", nnx.to_pure_dict(saved))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "layer")
+    other = make(model_dim=H, router=router)
+    state = nnx.state(other, nnx.Not(dropless.nnx.AuxState))
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(other, state)
+    np.testing.assert_array_equal(other(inputs()), want)

@@ -91,6 +91,7 @@ def test_a_text_shorter_than_its_windows_says_how_much_is_needed(capsys, tmp_pat
         (["--seed", str(2**63)], "--seed: must be at most 9223372036854775807"),
         (["--text", ""], "--text: must be a path, not ''"),
         (["--out", ""], "--out: must be a path, not ''"),
+        (["--out", "out\udcff"], "--out: must be a path in UTF-8, not 'out\\udcff'"),
         (["--tokenizer", ""], "--tokenizer: must be a path, not ''"),
         (["--batch", "0"], "--batch-size/--batch: must be a whole number of at least 1, not '0'"),
         (["--seq", "-5"], "--seq-len/--seq: must be a whole number of at least 1, not '-5'"),

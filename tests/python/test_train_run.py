@@ -199,6 +199,12 @@ def test_the_cpu_is_never_chosen_silently(monkeypatch, platform, driver, plugin,
     assert words in device._reason(platform, driver)
 
 
+def test_names_in_brackets_are_no_markup(text, tmp_path, capsys):
+    out = tmp_path / "[" / "red] [bold]"  # to rich "[/red]" ends a style that never began
+    train(text, out, steps=2)
+    assert f"report: {out}/report.html" in capsys.readouterr().out
+
+
 def test_dense_has_no_expert_figures(text, tmp_path):
     rows = train(text, tmp_path / "out", "--ffn", "dense")
     for row in rows:

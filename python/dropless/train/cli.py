@@ -53,6 +53,15 @@ def _path(value: str) -> str:
     return value
 
 
+def _out_path(value: str) -> str:
+    # TensorBoard's and Orbax's writers take names in UTF-8 alone, text files may have any.
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"must be a path in UTF-8, not {value!r}") from None
+    return _path(value)
+
+
 def _positive(value: str) -> float:
     try:
         number = float(value)
@@ -83,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--out",
-        type=_path,
+        type=_out_path,
         metavar="DIR",
         help="folder for everything the run leaves (default: a new one in runs/)",
     )

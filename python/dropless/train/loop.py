@@ -49,7 +49,7 @@ def train(config: RunConfig, out: pathlib.Path, fingerprint: dict[str, Any] | No
     Raises:
       UserError: the text, the mesh or the run to continue is not as it should be.
     """
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = rich.console.Console(highlight=False, soft_wrap=True, markup=False)
     absl_logging.set_verbosity(
         absl_logging.ERROR
     )  # Orbax tells its whole story at INFO and WARNING
