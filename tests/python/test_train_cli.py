@@ -325,6 +325,21 @@ def test_a_full_disk_is_said_in_words(capsys, tmp_path, text, monkeypatch):
     assert "No space left on device (metrics.jsonl)" in error
 
 
+def test_a_disk_that_refuses_a_checkpoint_is_said_in_words_and_the_run_goes_on(tmp_path, text):
+    out = tmp_path / "out"
+    arguments = ["--text", text, "--out", out, *SMALL, "--checkpoint-every", "1", "--steps", "2"]
+    # Files of at most 20 kB: the metrics fit, a checkpoint does not. ASCII has no bars.
+    limit = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "sys.stdout.reconfigure(encoding='ascii')"
+    )
+    done = run_program(*arguments, code=limit)
+    assert done.returncode == 2, done.stderr
+    said = "dropless-train: error: a checkpoint cannot be saved: File too large; --resume continues"
+    assert said in done.stderr
+    assert main(["--resume", "--out", str(out)]) == 0
+
+
 def test_a_device_is_no_text(capsys, tmp_path):
     error = refuse(capsys, tmp_path, "--text", "/dev/zero", "--out", tmp_path / "out")
     assert "/dev/zero is neither a regular file nor a folder" in error

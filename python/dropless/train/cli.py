@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import errno
+import io
 import math
 import os
 import pathlib
@@ -23,7 +24,9 @@ _LARGEST = 2**63 - 1
 # float32, in which the program computes: from its smallest normal number to its largest.
 _SMALLEST_REAL, _LARGEST_REAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # What a folder or a disk may refuse in the middle of a run.
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,14 +154,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal's encoding may lack the bars of the expert load, or a character of a file name.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return _run(argv)
     except UserError as error:
         print(f"dropless-train: error: {error}", file=sys.stderr)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            where = f" ({error.filename})" if error.filename else ""
-            print(f"dropless-train: error: {error.strerror}{where}.", file=sys.stderr)
+        refused = _refused_by_disk(error)
+        if refused is not None:
+            print(f"dropless-train: error: {refused}.", file=sys.stderr)
             return _USAGE_ERROR
         if not _is_out_of_memory(error):
             raise
@@ -168,6 +175,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     return _USAGE_ERROR
+
+
+def _refused_by_disk(error: Exception) -> str | None:
+    """What a folder or a disk refused, in words; None if the error is another."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    # Orbax's writer is C++ and puts the number into the words of a ValueError.
+    codes = [code for code in _DISK_ERRORS if f"os_error_code='{code}'" in str(error)]
+    if not codes:
+        return None
+    return f"a checkpoint cannot be saved: {os.strerror(codes[0])}; --resume continues the run"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
