@@ -19,12 +19,35 @@ import dropless
 import harness
 
 
-def route_in_jax(logits: jax.Array, k: int):
-    """What ``dropless.route`` returns for softmax scores, in the shortest public-JAX form."""
-    t, e = logits.shape
+def choose_in_jax(logits: jax.Array, k: int):
+    """Softmax, the K largest, divided by their sum: (ids, weights, probabilities)."""
     probs = jax.nn.softmax(logits, axis=-1)
     weights, ids = jax.lax.top_k(probs, k)
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return ids, weights / jnp.sum(weights, axis=-1, keepdims=True), probs
+
+
+def choose_biased_in_jax(logits: jax.Array, k: int, bias: jax.Array, router):
+    """Sigmoid scores ranked with a bias, within the groups kept: DeepSeek-V3's published router."""
+    t, e = logits.shape
+    scores = jax.nn.sigmoid(logits)
+    ranked = scores + bias
+    if router.num_groups > 1:
+        groups = ranked.reshape(t, router.num_groups, -1)
+        best, _ = jax.lax.top_k(groups, router.group_score_experts)
+        _, kept = jax.lax.top_k(best.sum(-1), router.groups_kept)
+        is_kept = jnp.any(kept[:, :, None] == jnp.arange(router.num_groups), axis=1)
+        masked = 0.0 if router.group_mask == "zero" else -jnp.inf
+        ranked = jnp.where(is_kept[:, :, None], groups, masked).reshape(t, e)
+    _, ids = jax.lax.top_k(ranked, k)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    weights /= jnp.sum(weights, axis=1, keepdims=True) + router.renormalize_eps
+    return ids, weights * router.scale, scores / jnp.sum(scores, axis=1, keepdims=True)
+
+
+def route_in_jax(logits: jax.Array, k: int, choose=choose_in_jax):
+    """What ``dropless.route`` returns, in the shortest public-JAX form."""
+    t, e = logits.shape
+    ids, weights, probs = choose(logits, k)
     slots = ids.reshape(-1)
     slot_of_row = jnp.argsort(slots, stable=True).astype(jnp.int32)
     row_of_slot = (

@@ -43,8 +43,9 @@ def device_time(call: Callable[[], object], repeats: int = 10, batches: int = 1)
     """Events and device time of one of the ``batches`` that a call holds.
 
     Returns:
-      {"events", "busy_us", "names"}: events a batch, the sum of their durations, the median over
-      the calls, and how often each name appears in all batches of a call.
+      {"events", "busy_us", "names", "us"}: events a batch, the sum of their durations, the median
+      over the calls, how often each name appears in all batches of a call, and the time of each
+      name in a batch, the mean over the calls.
     """
     events = device_events(call, repeats)
     if len(events) % repeats:
@@ -54,5 +55,13 @@ def device_time(call: Callable[[], object], repeats: int = 10, batches: int = 1)
     names: dict[str, int] = {}
     for event in calls[0]:
         names[event.name] = names.get(event.name, 0) + 1
+    spent = dict.fromkeys(names, 0.0)
+    for event in events:
+        spent[event.name] = spent.get(event.name, 0.0) + event.duration_us / (repeats * batches)
     busy = [sum(event.duration_us for event in one) / batches for one in calls]
-    return {"events": each / batches, "busy_us": statistics.median(busy), "names": names}
+    return {
+        "events": each / batches,
+        "busy_us": statistics.median(busy),
+        "names": names,
+        "us": spent,
+    }
