@@ -89,6 +89,74 @@ def test_the_layer_is_that_of_the_bfloat16_checkpoint():
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
 
 
+def unusual_tensors():
+    """Every scale, blocks of nothing but zeros, and codes whose numbers other codes have too."""
+    tensors = mxfp4_tensors(0, 256)
+    tensors["experts.down_proj_blocks"][1, :, 0] = 0x80  # 0 and -0
+    tensors["experts.down_proj_blocks"][2, :, 1] = 0x22  # the number 1 alone: codes 1 to 4 have it
+    return tensors
+
+
+@pytest.mark.parametrize("params_as", [np.asarray, jnp.asarray])
+def test_o2_round_trip_is_bit_equal(params_as, tmp_path):
+    tensors = unusual_tensors()
+    dropless.models.save_checkpoint(tmp_path, iter(tensors.items()))
+    source = dropless.models.open_checkpoint(tmp_path).block("")
+    cfg, params = dropless.models.from_hf(CONFIG, source)
+    packed = dropless.models.prepared_from_hf(CONFIG, source)
+    assert isinstance(packed, dropless.models.MXFP4Experts)
+    params = jax.tree.map(params_as, params)
+    out = dropless.models.to_hf(cfg, params, CONFIG, prepared=packed)
+    assert out.keys() == tensors.keys()
+    for name, want in tensors.items():
+        got = np.asarray(out[name])
+        assert got.dtype == want.dtype and got.tobytes() == want.tobytes(), name
+
+
+def test_float32_copies_of_the_numbers_are_the_same_numbers():
+    tensors = mxfp4_tensors(100, 140)
+    cfg, params = dropless.models.from_hf(CONFIG, tensors)
+    params["experts"] = {n: a.astype(np.float32) for n, a in params["experts"].items()}
+    packed = dropless.models.prepared_from_hf(CONFIG, tensors)
+    out = dropless.models.to_hf(cfg, params, CONFIG, prepared=packed)
+    assert out["experts.down_proj_blocks"] is packed.stored["experts.down_proj_blocks"]
+
+
+@pytest.mark.parametrize("leaf", ["gate", "up", "down"])
+def test_edited_numbers_are_no_mxfp4(leaf):
+    """Not rounded to four bits in silence: the other tensors, biases, may change."""
+    tensors = mxfp4_tensors(100, 140)
+    cfg, params = dropless.models.from_hf(CONFIG, tensors)
+    packed = dropless.models.prepared_from_hf(CONFIG, tensors)
+    params["router"]["bias"] = params["router"]["bias"] + 1
+    params["experts"]["down_bias"] = params["experts"]["down_bias"] * 2
+    out = dropless.models.to_hf(cfg, params, CONFIG, prepared=packed)
+    np.testing.assert_array_equal(out["router.bias"], params["router"]["bias"])
+
+    edited = params["experts"][leaf].copy()
+    edited[1, 3, 5] = -edited[1, 3, 5] + 1
+    params["experts"][leaf] = edited
+    name = "down_proj" if leaf == "down" else "gate_up_proj"
+    with pytest.raises(ValueError, match=f"{name} of params .*expert 1.*without prepared="):
+        dropless.models.to_hf(cfg, params, CONFIG, prepared=packed)
+    plain = dropless.models.to_hf(cfg, params, CONFIG)
+    assert f"experts.{name}" in plain and f"experts.{name}_blocks" not in plain
+
+
+def test_stored_experts_of_another_block_are_refused():
+    tensors = mxfp4_tensors()
+    cfg, params = dropless.models.from_hf(CONFIG, tensors)
+    packed = dropless.models.prepared_from_hf(CONFIG, tensors)
+    short = {name: value[:2] for name, value in packed.stored.items()}
+    for stored in short, {**packed.stored, "experts.up_proj_blocks": short}:
+        other = dropless.models.MXFP4Experts(stored)
+        with pytest.raises(ValueError, match="prepared: expected"):
+            dropless.models.to_hf(cfg, params, CONFIG, prepared=other)
+    x = jnp.zeros((4, H), jnp.bfloat16)
+    with pytest.raises(TypeError, match="prepared must come from .*got MXFP4Experts"):
+        dropless.moe(x, jax.tree.map(jnp.asarray, params), cfg, prepared=packed)
+
+
 def test_scales_beyond_bfloat16_are_infinite_or_nan():
     tensors = mxfp4_tensors()
     tensors["experts.down_proj_blocks"][0, 0, 0, 0] = 0x74  # codes of 2 and 6

@@ -11,8 +11,9 @@ from typing import Any
 
 from dropless._config import MoEConfig
 from dropless._params import PreparedExperts
-from dropless.models import _fp8, _layouts
+from dropless.models import _fp8, _layouts, _mxfp4
 from dropless.models._families import FAMILIES, Family
+from dropless.models._mxfp4 import MXFP4Experts
 from dropless.models._presets import Preset, presets
 from dropless.models._safetensors import Checkpoint, open_checkpoint
 from dropless.models._safetensors_write import save_checkpoint
@@ -20,6 +21,7 @@ from dropless.models._settings import text_config
 
 __all__ = [
     "Checkpoint",
+    "MXFP4Experts",
     "Preset",
     "block_config",
     "families",
@@ -52,9 +54,9 @@ def from_hf(
 
     The layouts of the family (docs/models.md) are told apart by the tensors' names. Bits and dtypes
     are kept, but for FP8 and MXFP4 matrices, which become bfloat16: MXFP4 exactly, FP8 rounded once
-    (``prepared_from_hf`` keeps its codes). NumPy
-    arrays stay NumPy arrays, and JAX arrays (traced ones too) stay JAX arrays. Tensors are looked
-    up one at a time: of an ``open_checkpoint`` no more than one is in memory beside the result.
+    (``prepared_from_hf`` keeps the codes of both). NumPy arrays stay NumPy arrays, and JAX arrays
+    (traced ones too) stay JAX arrays. Tensors are looked up one at a time: of an
+    ``open_checkpoint`` no more than one is in memory beside the result.
 
     Args:
       config: the model's ``config.json``.
@@ -77,17 +79,21 @@ def from_hf(
     return cfg, _layouts.read(label, family.layouts[layout], shapes, tensors)
 
 
-def prepared_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> PreparedExperts:
-    """The experts of an FP8 checkpoint as the GEMMs read them, its own codes and scales.
+def prepared_from_hf(
+    config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> PreparedExperts | MXFP4Experts:
+    """The experts of an FP8 or MXFP4 checkpoint, its own codes and scales.
 
-    For ``moe(..., prepared=)`` with ``precision="fp8"``, beside the parameters of ``from_hf``.
+    Of FP8, as the GEMMs read them, for ``moe(..., prepared=)`` with ``precision="fp8"`` beside the
+    parameters of ``from_hf``. Of MXFP4, as they are stored, for ``to_hf(..., prepared=)`` alone.
 
     Args:
       config: the model's ``config.json``.
-      tensors: as for ``from_hf``; matrices of experts float8_e4m3fn with ``<name>_scale_inv``.
+      tensors: as for ``from_hf``; matrices of experts float8_e4m3fn with ``<name>_scale_inv``, or
+        ``<name>_blocks`` with ``<name>_scales``.
 
     Raises:
-      ValueError: as ``from_hf``, and for experts that are not in FP8.
+      ValueError: as ``from_hf``, and for experts that are in neither.
     """
     name, family, config = _family(config)
     cfg, model_dim = family.read_config(config)
@@ -95,7 +101,10 @@ def prepared_from_hf(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> P
     layout = _layouts.layout_of(family, tensors)
     rules, shapes = family.layouts[layout], _layouts.leaf_shapes(cfg, model_dim)
     _layouts.check_tensors(f"{name}, layout {layout}", rules, shapes, tensors)
-    return _fp8.prepared(_layouts.rules_of(rules, shapes), shapes, tensors)
+    rules = _layouts.rules_of(rules, shapes)
+    if _mxfp4.is_stored(tensors):
+        return _mxfp4.kept(rules, shapes, tensors)
+    return _fp8.prepared(rules, shapes, tensors)
 
 
 def to_hf(
@@ -104,7 +113,7 @@ def to_hf(
     config: Mapping[str, Any],
     *,
     layout: str | None = None,
-    prepared: PreparedExperts | None = None,
+    prepared: PreparedExperts | MXFP4Experts | None = None,
 ) -> dict[str, Any]:
     """Converts parameters, or their gradients, into a checkpoint's tensors; undoes ``from_hf``.
 
@@ -120,7 +129,9 @@ def to_hf(
         is named, the other one before.
       prepared: the experts in FP8, of ``prepared_from_hf`` or ``dropless.prepare_experts``. Their
         codes and ``<name>_scale_inv`` are then written instead of the matrices in ``params``, bit
-        for bit those that ``prepared_from_hf`` read.
+        for bit those that ``prepared_from_hf`` read. Or the ``MXFP4Experts`` of
+        ``prepared_from_hf``: blocks and scales as they were read, where ``params`` still hold
+        their numbers.
 
     Returns:
       Tensors under their names relative to the block.
@@ -128,7 +139,7 @@ def to_hf(
     Raises:
       ValueError: a family that is not known, a ``cfg`` that is not the one ``config`` describes,
         parameters that are missing, left over, or of another shape, listed, or ``prepared`` that is
-        not in FP8 or not of this block.
+        not in FP8, not of this block, or in MXFP4 of other numbers than those of ``params``.
       TypeError: ``cfg`` is no ``MoEConfig``, or ``params`` or ``config`` no mapping.
     """
     name, family, config = _family(config)
@@ -138,7 +149,9 @@ def to_hf(
     if layout not in family.layouts:
         raise ValueError(f"layout: expected one of {list(family.layouts)}, got {layout!r}")
     shapes = _layouts.leaf_shapes(expected, model_dim)
-    if prepared is not None:
+    if isinstance(prepared, MXFP4Experts):
+        _mxfp4.check_prepared(prepared, _layouts.rules_of(family.layouts[layout], shapes), shapes)
+    elif prepared is not None:
         _fp8.check_prepared(prepared, shapes)
     return dict(_layouts.write(name, family.layouts[layout], shapes, params, prepared))
 

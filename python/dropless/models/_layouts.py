@@ -13,6 +13,7 @@ from dropless._config import MoEConfig
 from dropless._params import PreparedExperts, param_shapes
 from dropless.models import _fp8, _mxfp4
 from dropless.models._families import Family, Layout
+from dropless.models._mxfp4 import MXFP4Experts
 from dropless.models._rules import PerExpert, Shapes
 
 _PER_EXPERT_NAME = re.compile(r"experts\.\d+\.")
@@ -120,11 +121,11 @@ def write(
     layout: Layout,
     shapes: Shapes,
     params: Mapping[str, Mapping[str, Any]],
-    prepared: PreparedExperts | None,
+    prepared: PreparedExperts | MXFP4Experts | None,
 ) -> Iterator[tuple[str, Any]]:
     """Parameters to tensors, after checking that they are exactly those of the block.
 
-    Matrices are those of ``prepared`` where it is given, in FP8 with their scales.
+    Matrices are those of ``prepared`` where it is given, in FP8 or MXFP4 with their scales.
     """
     check_mapping("params", params)
     for group, leaves in params.items():
@@ -136,7 +137,10 @@ def write(
     }
     check(f"{label}: params", shapes, {name: tuple(a.shape) for name, a in arrays.items()})
     for rule in rules_of(layout, shapes):
-        if prepared is not None and _fp8.is_matrix(rule):
+        if isinstance(prepared, MXFP4Experts):
+            for name, value in rule.write(shapes, arrays):
+                yield from _mxfp4.written(name, value, prepared)
+        elif prepared is not None and _fp8.is_matrix(rule):
             yield from _fp8.written(rule, shapes, prepared)
         else:
             yield from rule.write(shapes, arrays)
