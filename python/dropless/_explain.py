@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec, wgrad_workspaces
 from dropless._experts_fp8 import padded
 from dropless._explain_fp8 import Fp8Choice, moved_by_preparing, moved_by_quantisers
-from dropless._explain_table import table
+from dropless._explanation import Array, Explanation, Gemm
 from dropless._kernel_choice import kernel_of
 from dropless._params import check_float_dtype
 from dropless._routing import check_rows
@@ -25,124 +24,6 @@ _BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
 # Names of what the shared expert does not have, or not twice.
 _ROUTED_ONLY = ("router", "x", "logits", "ids", "weights", "slot_", "row_", "offsets")
 _SCALE_BLOCK = 128  # elements that one FP8 scale covers
-
-
-@dataclasses.dataclass(frozen=True)
-class Gemm:
-    """One matrix product of the layer.
-
-    Attributes:
-      name: what it computes.
-      kernel: the kernel that runs it.
-      tile: sizes of the tile of the result, and the depth of the contraction taken at a time, where
-        they are known before the call.
-      reason: why this kernel.
-      flops: two for each multiplication; ``[a,b] x [b,c]`` has 2abc.
-      bytes: that must at least move between memory and the device: each operand once, each result
-        once, the weights of min(E, M) experts.
-      floor_seconds: the time that no implementation beats, the larger of FLOPs over the device's
-        peak and bytes over its bandwidth; None for a device whose rates are not known.
-    """
-
-    name: str
-    kernel: str
-    tile: tuple[int, ...] | None
-    reason: str
-    flops: int
-    bytes: int
-    floor_seconds: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """An array that the layer keeps or makes.
-
-    Attributes:
-      name: its name in the architecture notes.
-      shape: its shape.
-      dtype: its dtype's name.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What a layer does and costs; ``print`` shows it as a table.
-
-    Attributes:
-      config: the layer.
-      tokens, model_dim, expert_dim: T, H and I. ``rows`` is M = T * K.
-      device: name of the device.
-      platform: of the device: ``"cpu"``, ``"gpu"``.
-      precision: of the GEMMs' operands.
-      precision_reason: why.
-      forward, backward: the GEMMs in order.
-      saved: what is kept between forward and backward beside the parameters.
-      workspaces: the scratch of each call that has one, in order. A program has the same on every
-        device, but a CPU does not touch them; each is needed during its call alone.
-      fp8: whether FP8 pays here, requantisation counted; None where the device's rates are not
-        known or have no FP8.
-    """
-
-    config: MoEConfig
-    tokens: int
-    model_dim: int
-    expert_dim: int
-    device: str
-    platform: str
-    precision: str
-    precision_reason: str
-    forward: tuple[Gemm, ...]
-    backward: tuple[Gemm, ...]
-    saved: tuple[Array, ...]
-    workspaces: tuple[Array, ...]
-    fp8: Fp8Choice | None
-
-    @property
-    def rows(self) -> int:
-        """M = T * K."""
-        return self.tokens * self.config.experts_per_token
-
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        """All GEMMs, forward first."""
-        return self.forward + self.backward
-
-    @property
-    def flops(self) -> int:
-        """Of all GEMMs, forward and backward."""
-        return sum(gemm.flops for gemm in self.gemms)
-
-    @property
-    def floor_seconds(self) -> float | None:
-        """Sum of the GEMMs' floors; None for a device whose rates are not known."""
-        floors = [gemm.floor_seconds for gemm in self.gemms]
-        return None if None in floors else sum(floors)
-
-    @property
-    def saved_bytes(self) -> int:
-        """Of all saved activations, x included."""
-        return sum(array.bytes for array in self.saved)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Of all workspaces, forward and backward together."""
-        return sum(array.bytes for array in self.workspaces)
-
-    @property
-    def largest_workspace_bytes(self) -> int:
-        """Of the largest workspace: what is needed at a time where calls run one by one."""
-        return max(array.bytes for array in self.workspaces)
-
-    def __str__(self) -> str:
-        return table(self)
 
 
 def explain(
