@@ -17,6 +17,7 @@ N_SHARED = 2
 
 COMMON = {"hidden_size": H, "num_experts_per_tok": K, "hidden_act": "silu"}
 V3 = {"n_routed_experts": E, "moe_intermediate_size": I, "n_shared_experts": N_SHARED}
+V2 = {**V3, "topk_method": "group_limited_greedy", "n_group": 4}
 WIDE = {"num_experts": E, "intermediate_size": I}
 NARROW = {"num_experts": E, "moe_intermediate_size": I}
 CONFIGS = {
@@ -28,7 +29,20 @@ CONFIGS = {
     "qwen3_moe": {**NARROW, "norm_topk_prob": True},
     "olmoe": WIDE,
     "flex_olmo": WIDE,
-    "deepseek_v2": {**V3, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v2": {**V2, "topk_group": 2},
+    "deepseek_v2 normalised": {
+        **V2,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 16.0,
+    },
+    # One group of three experts is kept, so that two of the five others come in with weight 0.
+    "deepseek_v2 few kept": {
+        **V2,
+        "topk_group": 1,
+        "num_experts_per_tok": 5,
+        "routed_scaling_factor": 16.0,
+    },
     "deepseek_v3": {**V3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
     "deepseek_v32": {**V3, "n_group": 4, "topk_group": 2},
     "deepseek_v4": {
@@ -72,7 +86,7 @@ LAYOUTS = {
 
 
 def config_of(family):
-    return {"model_type": family, **COMMON, **CONFIGS[family]}
+    return {"model_type": family.split()[0], **COMMON, **CONFIGS[family]}
 
 
 def layouts(family):
@@ -90,7 +104,7 @@ def random_params(cfg, dtype=np.float32, seed=0):
 
 
 def test_every_family_is_here():
-    assert set(dropless.models.families) == CONFIGS.keys()
+    assert set(dropless.models.families) == {name.split()[0] for name in CONFIGS}
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
@@ -147,11 +161,16 @@ def sigmoid(eps, scale, groups=None):
     return weights
 
 
-def deepseek_v2(z, bias):
-    s = jax.nn.softmax(z, -1)
-    best = s.reshape(len(z), 4, -1).max(-1)
-    open_groups = jnp.repeat(top(best, 2), E // 4, axis=-1)
-    return s * top(jnp.where(open_groups > 0, s, 0.0))
+def deepseek_v2(kept, k=K, scale=1.0, normalised=False):
+    def weights(z, bias):
+        s = jax.nn.softmax(z, -1)
+        best = s.reshape(len(z), 4, -1).max(-1)
+        open_groups = jnp.repeat(top(best, kept), E // 4, axis=-1)
+        masked = jnp.where(open_groups > 0, s, 0.0)
+        w = masked * top(masked, k)
+        return w / (w.sum(-1, keepdims=True) + 1e-20) if normalised else w * scale
+
+    return weights
 
 
 def ernie(z, bias):
@@ -187,7 +206,9 @@ ROUTERS = {
     "qwen3_moe": softmax_renormalised,
     "olmoe": softmax_all,
     "flex_olmo": softmax_all,
-    "deepseek_v2": deepseek_v2,
+    "deepseek_v2": deepseek_v2(2),
+    "deepseek_v2 normalised": deepseek_v2(2, normalised=True),
+    "deepseek_v2 few kept": deepseek_v2(1, k=5, scale=16.0),
     "deepseek_v3": sigmoid(1e-20, 2.5, (4, 2)),
     "deepseek_v32": sigmoid(1e-20, 1.0, (4, 2)),
     "deepseek_v4": deepseek_v4,
@@ -364,7 +385,6 @@ def test_a_text_config_inside_a_multimodal_one_is_read():
 @pytest.mark.parametrize(
     ("family", "name", "value"),
     [
-        ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("afmoe", "score_func", "softmax"),

@@ -45,14 +45,14 @@ def group_limits(config: Config, group_score_experts: int) -> dict[str, Any]:
 
 
 def deepseek_v2(config: Config) -> RouterConfig:
-    refuse(config, "norm_topk_prob", "the reference implementation ignores it", False)
     refuse(config, "topk_method", "not a method of DeepSeek-V2", "greedy", "group_limited_greedy")
     grouped = config.get("topk_method") == "group_limited_greedy"
-    return RouterConfig(
-        renormalize=False,
-        scale=float(optional(config, "routed_scaling_factor", 1.0)),
-        **(group_limits(config, group_score_experts=1) if grouped else {}),
-    )
+    groups = group_limits(config, group_score_experts=1) if grouped else {}
+    # DeepSeek's own release divides by the sum or scales, never both, and divides no single weight.
+    if optional(config, "norm_topk_prob", False) and size(config, "num_experts_per_tok") > 1:
+        return RouterConfig(renormalize_eps=1e-20, **groups)
+    scale = float(optional(config, "routed_scaling_factor", 1.0))
+    return RouterConfig(renormalize=False, scale=scale, **groups)
 
 
 def sigmoid_with_bias(
@@ -100,6 +100,7 @@ def afmoe(config: Config) -> RouterConfig:
 
 
 def ernie(config: Config) -> RouterConfig:
+    # transformers before 5 has biases in routed experts, transformers 5 in the shared one alone.
     refuse(config, "use_bias", "linear biases in the experts are not supported", False)
     return RouterConfig(
         selection_bias=True,

@@ -29,6 +29,8 @@ class Family:
       num_experts, top_k, expert_dim: the settings that hold E, K and I.
       shared_dim: S of the shared expert from the config; None: there is none.
       shared_gate, expert_bias: as in ``MoEConfig``.
+      others_weigh_nothing: where K passes the number of experts in the kept groups, the rest of the
+        K are experts of other groups with weight 0, which are left out.
       activation: from the config.
     """
 
@@ -41,16 +43,21 @@ class Family:
     shared_dim: Callable[[Config], int | None] = lambda config: None
     shared_gate: bool = False
     expert_bias: bool = False
+    others_weigh_nothing: bool = False
     activation: Callable[[Config], Any] = activation
 
     def read_config(self, config: Config) -> tuple[MoEConfig, int]:
         """The block's config, and H."""
         shared_dim = self.shared_dim(config)
+        router = self.router(config)
+        num_experts, top_k = size(config, *self.num_experts), size(config, *self.top_k)
+        if self.others_weigh_nothing:
+            top_k = min(top_k, num_experts // router.num_groups * router.groups_kept)
         cfg = MoEConfig(
-            num_experts=size(config, *self.num_experts),
-            experts_per_token=size(config, *self.top_k),
+            num_experts=num_experts,
+            experts_per_token=top_k,
             expert_dim=size(config, *self.expert_dim),
-            router=self.router(config),
+            router=router,
             activation=self.activation(config),
             expert_bias=self.expert_bias,
             shared_expert_dim=shared_dim,
@@ -151,6 +158,7 @@ _TABLE = (
         _both(_router(), rest=_shared("shared_experts")),
         readers.deepseek_v2,
         shared_dim=readers.shared_count("n_shared_experts"),
+        others_weigh_nothing=True,
     ),
     *(
         Family(
