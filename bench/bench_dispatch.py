@@ -1,7 +1,8 @@
 """Route, plan and combine on a CPU: against the machine's copy and the same steps in jitted JAX.
 
-Times are CPU seconds of the whole process, the smallest of the interleaved rounds: other programs
-on the machine disturb them less than wall time. Bandwidth is bytes read and written per CPU second.
+The copy is `memcpy` by as many threads as XLA has (`taskset -c` decides how many), each its own
+part, into memory touched before: the most that this machine moves. Bandwidth counts bytes read and
+written. Times are medians of interleaved rounds.
 
     PYTHONPATH=python python bench/bench_dispatch.py --out bench/results/dispatch_cpu.json
 """
@@ -9,8 +10,10 @@ on the machine disturb them less than wall time. Bandwidth is bytes read and wri
 from __future__ import annotations
 
 import argparse
-import resource
+import os
+import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,14 @@ from bench_routing import route_in_jax
 TOKENS, WIDTH, EXPERTS, PER_TOKEN = 16384, 1024, 64, 8  # T, H, E, K
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def threaded_copy(nbytes: int):
+    """A call that copies `nbytes` between two arrays that were written before, by all threads."""
+    threads = len(os.sched_getaffinity(0))
+    source = np.ones(nbytes // 4, np.float32)
+    target = np.zeros_like(source)
+    parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    pool = ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(lambda part: np.copyto(*part), parts))
 
 
 def combine_in_jax(rows, routing):
@@ -42,50 +50,52 @@ def steps(route, combine):
     return jax.jit(call)
 
 
-def measure(dtype, rounds: int) -> dict:
+def measure(dtype, rounds: int, seconds: float) -> dict:
     cfg = dropless.MoEConfig(
         num_experts=EXPERTS, experts_per_token=PER_TOKEN, expert_dim=8, precision="f32"
     )
-    keys = jax.random.split(jax.random.key(0), 2)
+    keys = jax.random.split(jax.random.key(0), 3)
     logits = jax.random.normal(keys[0], (TOKENS, EXPERTS))
     rows = jax.random.normal(keys[1], (TOKENS * PER_TOKEN, WIDTH)).astype(dtype)
+    x = jax.random.normal(keys[2], (TOKENS, WIDTH)).astype(dtype)
 
-    ours = steps(
-        lambda x: dropless.route(x, cfg),
-        lambda rows, routing: dropless.unpermute(rows, routing, weights=routing.weights),
+    def combine(rows, routing):
+        return dropless.unpermute(rows, routing, weights=routing.weights)
+
+    route = jax.jit(lambda x: dropless.route(x, cfg))
+    ours, in_jax = (
+        steps(route, combine),
+        steps(lambda x: route_in_jax(x, PER_TOKEN), combine_in_jax),
     )
-    in_jax = steps(lambda x: route_in_jax(x, PER_TOKEN), combine_in_jax)
-    source = np.ones(rows.nbytes // 4, np.float32)
-    target = np.zeros_like(source)
-    calls = {
-        "copy": lambda: np.copyto(target, source),
-        "dropless": lambda: jax.block_until_ready(ours(logits, rows)),
-        "route": jax.jit(lambda x: dropless.route(x, cfg)).lower(logits).compile(),
-        "jax": lambda: jax.block_until_ready(in_jax(logits, rows)),
-    }
-    route = calls["route"]
-    calls["route"] = lambda: jax.block_until_ready(route(logits))
-    y, expected = calls["dropless"]()[1], calls["jax"]()[1]
+    y, expected = ours(logits, rows)[1], in_jax(logits, rows)[1]
     error = jnp.max(jnp.abs(y.astype(jnp.float32) - expected.astype(jnp.float32)))
     assert error < 0.1, f"the two ways differ by {error}"
 
-    seconds = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin = cpu_seconds()
-            call()
-            seconds[name] = min(seconds[name], cpu_seconds() - begin)
+    routing = route(logits)
+    combine, permute = jax.jit(combine), jax.jit(dropless.permute)
+    calls = {
+        "copy": threaded_copy(rows.nbytes),
+        "dropless": lambda: ours(logits, rows),
+        "route": lambda: route(logits),
+        "combine": lambda: combine(rows, routing),
+        "permute": lambda: permute(x, routing),
+        "jax": lambda: in_jax(logits, rows),
+    }
+    times = harness.interleave(calls, rounds=rounds, seconds=seconds)
+    median = {name: t["median_ms"] for name, t in times.items()}
+    copy = 2 * rows.nbytes / median["copy"]  # bytes a millisecond
     # Logits and rows once, the routing written and read, y once.
     moved = logits.nbytes + rows.nbytes + rows.nbytes // PER_TOKEN + 2 * 4 * 4 * TOKENS * PER_TOKEN
-    copy = 2 * source.nbytes / seconds["copy"]
+    permuted = x.nbytes + rows.nbytes + 4 * TOKENS * PER_TOKEN
     return {
         "dtype": jnp.dtype(dtype).name,
         "shape": {"T": TOKENS, "H": WIDTH, "E": EXPERTS, "K": PER_TOKEN},
-        "cpu_ms": {name: 1e3 * s for name, s in seconds.items()},
-        "copy_gb_per_s": 1e-9 * copy,
-        "dropless_gb_per_s": 1e-9 * moved / seconds["dropless"],
-        "of_copy": moved / seconds["dropless"] / copy,
-        "jax_over_ours": seconds["jax"] / seconds["dropless"],
+        "times": times,
+        "copy_gb_per_s": 1e-6 * copy,
+        "dropless_gb_per_s": 1e-6 * moved / median["dropless"],
+        "of_copy": moved / median["dropless"] / copy,
+        "permute_of_copy": permuted / median["permute"] / copy,
+        "jax_over_ours": median["jax"] / median["dropless"],
     }
 
 
@@ -93,12 +103,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="dispatch_cpu.json")
     parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
-    payload = {"environment": harness.environment(" ".join(sys.argv)), "results": []}
+    parser.add_argument("--seconds", type=float, default=20.0, help="per element type")
+    args = parser.parse_args()
+    said = [a for a in sys.argv[1:] if a not in ("--out", args.out)]
+    payload = {
+        "environment": harness.environment(
+            shlex.join(["python", "bench/bench_dispatch.py", *said])
+        ),
+        "threads": len(os.sched_getaffinity(0)),
+        "results": [],
+    }
     for dtype in (jnp.float32, jnp.bfloat16):
-        payload["results"].append(measure(dtype, arguments.rounds))
+        payload["results"].append(measure(dtype, args.rounds, args.seconds))
         print(payload["results"][-1], flush=True)
-    harness.write(arguments.out, payload)
+    harness.write(args.out, payload)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "core/parallel_job.h"
+#include "dropless/cpu_kernel.h"
 #include "dropless/executor.h"
 #include "ffi/common.h"
 
@@ -49,6 +50,7 @@ auto cpu_handler(const char* name, Engine engine) {
       Decoder decoder(name);
       const auto args = Op::decode(decoder, arguments...);
       if (!decoder.status().ok()) return decoder.status();
+      if (Status status = cpu::kernel_status(); !status.ok()) return status;
       PoolExecutor executor(pool);
       return engine(args, executor);
     });

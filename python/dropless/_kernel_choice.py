@@ -43,6 +43,8 @@ def kernel_of(
         bf16 = precision != "f32"
         name, tile = _library.cpu_kernel_tile(bf16=bf16)
         reason = f"the fastest micro-kernel of this CPU for {'bf16' if bf16 else 'f32'}"
+        if (os.environ.get("DROPLESS_CPU_KERNELS") or "auto") != "auto":
+            reason = "the environment variable DROPLESS_CPU_KERNELS asks for it"
         if precision == "fp8":
             reason += "; FP8 is emulated: codes are exact in bf16"
         return f"{op} on {name}", tile, reason

@@ -1,7 +1,9 @@
 // Which kernels this processor can run.
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "cpu/gemm_kernel.h"
 #include "cpu/vector_ops.h"
@@ -99,6 +101,33 @@ const Available& available() {
   return found;
 }
 
+const KernelSet* find_set(const char* name) {
+  const Available& found = available();
+  for (int i = 0; i < found.count; ++i) {
+    if (std::strcmp(found.sets[i].name, name) == 0) return &found.sets[i];
+  }
+  return nullptr;
+}
+
+// What the environment asks for, read once; empty if nothing.
+const std::string& wanted() {
+  static const std::string name = [] {
+    const char* value = std::getenv("DROPLESS_CPU_KERNELS");
+    return std::string(value == nullptr || std::strcmp(value, "auto") == 0 ? "" : value);
+  }();
+  return name;
+}
+
+// The one the environment asks for, or the fastest; where it asks for one that this processor
+// lacks, operations called through XLA fail with kernel_status() before they get here.
+const KernelSet& chosen() {
+  static const KernelSet* const set = [] {
+    const KernelSet* asked = wanted().empty() ? nullptr : find_set(wanted().c_str());
+    return asked != nullptr ? asked : &available().sets[0];
+  }();
+  return *set;
+}
+
 std::atomic<const KernelSet*> forced = nullptr;
 
 }  // namespace
@@ -110,12 +139,21 @@ const KernelSet* available_kernels(int* count) {
 
 const KernelSet& kernels() {
   const KernelSet* set = forced.load(std::memory_order_acquire);
-  return set != nullptr ? *set : available().sets[0];
+  return set != nullptr ? *set : chosen();
 }
 
 const VectorOps& vector_ops() { return *kernels().vectors; }
 
-const char* kernel_name() { return available().sets[0].name; }
+const char* kernel_name() { return kernels().name; }
+
+Status kernel_status() {
+  if (wanted().empty() || find_set(wanted().c_str()) != nullptr) return Status();
+  std::string names = "auto";
+  for (int i = 0; i < available().count; ++i) names += std::string(", ") + available().sets[i].name;
+  return Status(StatusCode::kInvalidArgument,
+                "the environment variable DROPLESS_CPU_KERNELS must be one of " + names +
+                    " on this processor, got '" + wanted() + "'");
+}
 
 KernelTile kernel_tile(bool bf16) {
   const GemmKernel& kernel = bf16 ? *kernels().bf16 : *kernels().f32;
@@ -127,14 +165,10 @@ bool force_kernels(const char* name) {
     forced.store(nullptr, std::memory_order_release);
     return true;
   }
-  const Available& found = available();
-  for (int i = 0; i < found.count; ++i) {
-    if (std::strcmp(found.sets[i].name, name) == 0) {
-      forced.store(&found.sets[i], std::memory_order_release);
-      return true;
-    }
-  }
-  return false;
+  const KernelSet* set = find_set(name);
+  if (set == nullptr) return false;
+  forced.store(set, std::memory_order_release);
+  return true;
 }
 
 }  // namespace dropless::cpu

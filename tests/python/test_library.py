@@ -302,3 +302,23 @@ def test_absent_row_map_of_no_rows_is_still_a_map():
 def test_kernel_name_is_a_documented_one():
     names = {"amx_bf16", "avx512_bf16", "avx512", "avx2", "portable"}
     assert _library.cpu_kernel() in names
+
+
+@pytest.mark.parametrize("name", ["portable", "abacus"])
+def test_the_environment_names_the_cpu_kernels(monkeypatch, name):
+    """A name this processor has is used; any other is an error of the first operation."""
+    monkeypatch.setenv("DROPLESS_CPU_KERNELS", name)
+    told = run_python("""
+import jax, jax.numpy as jnp, dropless
+from dropless import _library
+try:
+    y = dropless.ragged_dot(jnp.ones((3, 5)), jnp.ones((2, 5, 4)), jnp.array([1, 2]))
+    print(_library.cpu_kernel(), _library.cpu_kernel_tile(bf16=False)[0], float(y.sum()))
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+""")
+    if name == "portable":
+        assert told.split() == ["portable", "portable", "60.0"]
+    else:
+        assert "DROPLESS_CPU_KERNELS must be one of auto" in told
+        assert "portable on this processor, got 'abacus'" in told
