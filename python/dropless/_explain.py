@@ -142,7 +142,7 @@ def _gemms(
     product, parts = 2 * s.m * s.h * s.i, spec.activation.parts
 
     def gemm(name: str, op: str, flops: int, moved: int, kind: str = spec.precision) -> Gemm:
-        kernel, tile, reason = kernel_of(op, kind, device, s.h, s.i, spec.activation)
+        kernel, tile, reason = kernel_of(op, kind, device, s.h, s.i)
         floor = _floor(rates, kind, flops, moved)
         return Gemm(name, kernel, tile, reason, flops, moved, floor)
 

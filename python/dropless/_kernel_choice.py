@@ -7,7 +7,6 @@ import os
 import jax
 
 from dropless import _library
-from dropless._activation import Activation
 from dropless._devices import NamedDevice
 from dropless._experts_fp8 import has_fused_kernels
 
@@ -36,7 +35,6 @@ def kernel_of(
     device: jax.Device | NamedDevice,
     model_dim: int,
     expert_dim: int,
-    activation: Activation,
 ) -> tuple[str, tuple[int, ...] | None, str]:
     """Name, tile (where it is known before the call) and reason of the kernel that runs an op."""
     if device.platform == "cpu":
@@ -72,15 +70,6 @@ def kernel_of(
             f"rows of H = {model_dim} or I = {expert_dim} bfloat16 are no multiple of 16 bytes, "
             "which TMA needs: cp.async and mma.sync, element by element where they must"
         )
-    elif not _has_sm90_epilogue(op, activation):
-        reason = "this activation has no epilogue of Hopper's own: cp.async and mma.sync"
     else:
         return f"{op}_sm90", None, hopper
     return f"{op}_sm80", (*_BLOCK_TILE, 64), reason
-
-
-def _has_sm90_epilogue(op: str, activation: Activation) -> bool:
-    if op in ("expert_up", "expert_down_backward"):
-        plain = Activation(activation.kind)
-        return activation == plain and activation.kind in ("silu", "gelu", "gelu_tanh")
-    return op != "expert_up_backward" or activation.gated

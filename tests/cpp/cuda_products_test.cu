@@ -200,6 +200,36 @@ TEST_P(CudaProducts, A7_EveryWidth) {
   }
 }
 
+// Widths that the copy engine can address, so that no activation leaves for the general kernels.
+TEST_P(CudaProducts, EveryActivation) {
+  Rng rng(8);
+  const Groups groups{"activations", {130, 0, 63, 5}, 1, 2};
+  for (const ActivationKind kind :
+       {ActivationKind::kSilu, ActivationKind::kGelu, ActivationKind::kGeluTanh,
+        ActivationKind::kRelu, ActivationKind::kReluSquared}) {
+    for (const bool gated : {true, false}) {
+      for (const bool limited : {false, true}) {
+        ExpertCase c;
+        c.dtype = dtype();
+        c.bias = limited;
+        c.transposed = gated;
+        c.activation.kind = kind;
+        c.activation.gated = gated;
+        if (limited) c.activation.gate_limit = 0.9f;
+        if (limited && gated) c.activation.up_limit = 1.1f, c.activation.up_offset = 1.0f;
+        if (limited && kind == ActivationKind::kSilu) c.activation.slope = 1.702f;
+        SCOPED_TRACE("kind " + std::to_string(static_cast<int>(kind)) +
+                     (gated ? " gated" : " ungated") + (limited ? " limited" : ""));
+        for (const int64_t hidden : {136, 392}) {
+          expect_up(groups, 72, hidden, c, rng, run(), again());
+          expect_down_backward(groups, 72, hidden, c, rng, run(), again());
+          expect_up_backward(groups, 72, hidden, dtype(), gated, rng, run(), again());
+        }
+      }
+    }
+  }
+}
+
 // Tiles are 128 rows and columns, a stage 64 or 32 contraction elements, three stages a ring.
 TEST_P(CudaProducts, SizesAroundTilesAndStages) {
   Rng rng(3);

@@ -1,6 +1,7 @@
 // Epilogue of expert_down_backward: from dA' = dy * down^T (in the accumulators), h and the routing
 // weight p,
-//   dh_gate = p dA' act'(h_gate) h_up,  dh_up = p dA' act(h_gate),  pA = p act(h_gate) h_up,
+//   dh_gate = p dA' act'(h_gate) h_up,  dh_up = p dA' act(h_gate),  pA = p act(h_gate) h_up
+// (for gated SiLU; without a gate there is no h_up: tile/glu.cuh),
 // and the sum of dA' * A over this tile's columns, the tile's share of p's gradient.
 //
 // The work goes in steps of 64 rows x 32 columns. The copy engine brings h in boxes of that size,
@@ -11,7 +12,7 @@
 
 #include "cuda/kernels/epilogue_store.cuh"
 #include "cuda/ptx/matrix_move.cuh"
-#include "cuda/tile/activation.cuh"
+#include "cuda/tile/glu.cuh"
 #include "cuda/tile/result.cuh"
 
 namespace dropless::cuda {
@@ -52,12 +53,15 @@ class DswigluStaging {
     return (fragment_ ^ (half * 32)) + static_cast<uint32_t>(box - buffers_);
   }
 
-  // One thread.
+  // One thread: gate, and up if there are two parts.
+  template <int kParts>
   __device__ __forceinline__ void load(const CUtensorMap* map, int pair, int col, int row) const {
     uint64_t* barrier = full(buffers_) + pair;
-    ptx::mbarrier_arrive_expect_tx(barrier, 2 * BoxType::kBytes);
-    ptx::tma_load(h(pair, 0), map, barrier, col, row, 0);
-    ptx::tma_load(h(pair, 1), map, barrier, col, row, 1);
+    ptx::mbarrier_arrive_expect_tx(barrier, kParts * BoxType::kBytes);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      ptx::tma_load(h(pair, part), map, barrier, col, row, part);
+    }
   }
   __device__ __forceinline__ void await(int pair) {
     ptx::mbarrier_wait(full(buffers_) + pair, phases_ >> pair & 1);
@@ -87,7 +91,7 @@ class DswigluStaging {
   uint32_t phases_ = 0;
 };
 
-template <ActivationKind kActivation>
+template <GluForm kForm>
 class DswigluEpilogue {
  public:
   static constexpr int kMatrices = 1;
@@ -101,6 +105,7 @@ class DswigluEpilogue {
     const float* weights;        // [T, K]
     const int32_t* slot_of_row;  // [M]
     int rows;                    // M
+    ActivationOptions activation;
   };
 
   __device__ explicit DswigluEpilogue(const Params& params) : params_(params) {}
@@ -167,11 +172,12 @@ class DswigluEpilogue {
 
   __device__ static void zero_row(const Params& params, int row, int lane) {
     const int64_t bytes = static_cast<int64_t>(params.pa.cols) * 2;
-    zero_bytes(params.dh.data + row * params.dh.row_bytes, 2 * bytes, lane);
+    zero_bytes(params.dh.data + row * params.dh.row_bytes, kParts * bytes, lane);
     zero_bytes(params.pa.data + row * params.pa.row_bytes, bytes, lane);
   }
 
  private:
+  static constexpr int kParts = Glu<kForm>::kParts;
   static constexpr int kBoxCols = DswigluStaging::BoxType::kCols<__nv_bfloat16>;
 
   // One thread: asks for h of a step that exists.
@@ -181,7 +187,7 @@ class DswigluEpilogue {
     constexpr int kSteps = kCols / kBoxCols;
     const int block = step / kSteps, col = tile.col + step % kSteps * kBoxCols;
     if (block * kChunk < rows && col < params_.pa.cols) {
-      staging.load(&params_.h, step % DswigluStaging::kPairs, col, row + block * kChunk);
+      staging.load<kParts>(&params_.h, step % DswigluStaging::kPairs, col, row + block * kChunk);
     }
   }
 
@@ -189,47 +195,51 @@ class DswigluEpilogue {
   __device__ __forceinline__ void differentiate(const float* d, const float (&p)[2],
                                                 float (&sum)[2], uint32_t gate, uint32_t up,
                                                 uint32_t pa) const {
-    uint32_t g[4], u[4], a[4];
+    uint32_t g[4], u[4] = {}, a[4];
     ptx::ldmatrix_x4(gate, g);
-    ptx::ldmatrix_x4(up, u);
+    if constexpr (kParts == 2) ptx::ldmatrix_x4(up, u);
+    Glu<kForm>::with(params_.activation, [&](auto value) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i % 2;
-      float dg[2], du[2], weighted[2];
+      for (int i = 0; i < 4; ++i) {
+        const int row = i % 2;
+        float dg[2], du[2], weighted[2];
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const float z = __uint_as_float(side == 0 ? g[i] << 16 : g[i] & 0xFFFF0000u);
-        const float v = __uint_as_float(side == 0 ? u[i] << 16 : u[i] & 0xFFFF0000u);
-        const GatedValue a_of_h = gated_with_derivatives<kActivation>(z, v);
-        const float product = d[2 * i + side], pd = p[row] * product;
-        sum[row] += product * a_of_h.value;
-        dg[side] = pd * a_of_h.by_gate;
-        du[side] = pd * a_of_h.by_up;
-        weighted[side] = p[row] * a_of_h.value;
+        for (int side = 0; side < 2; ++side) {
+          const float z = __uint_as_float(side == 0 ? g[i] << 16 : g[i] & 0xFFFF0000u);
+          const float v = __uint_as_float(side == 0 ? u[i] << 16 : u[i] & 0xFFFF0000u);
+          const GluValue a_of_h = value(z, v);
+          const float product = d[2 * i + side], pd = p[row] * product;
+          sum[row] += product * a_of_h.a;
+          dg[side] = pd * a_of_h.d_gate;
+          du[side] = pd * a_of_h.d_up;
+          weighted[side] = p[row] * a_of_h.a;
+        }
+        g[i] = ptx::pack_bf16(dg[0], dg[1]);
+        u[i] = ptx::pack_bf16(du[0], du[1]);
+        a[i] = ptx::pack_bf16(weighted[0], weighted[1]);
       }
-      g[i] = ptx::pack_bf16(dg[0], dg[1]);
-      u[i] = ptx::pack_bf16(du[0], du[1]);
-      a[i] = ptx::pack_bf16(weighted[0], weighted[1]);
-    }
+    });
     ptx::stmatrix_x4(gate, g[0], g[1], g[2], g[3]);
-    ptx::stmatrix_x4(up, u[0], u[1], u[2], u[3]);
+    if constexpr (kParts == 2) ptx::stmatrix_x4(up, u[0], u[1], u[2], u[3]);
     ptx::stmatrix_x4(pa, a[0], a[1], a[2], a[3]);
   }
 
-  // The step's three boxes to rows first .. first + rows - 1.
+  // The step's boxes to rows first .. first + rows - 1.
   __device__ __forceinline__ void send(const DswigluStaging& staging, int pair, const uint8_t* pa,
                                        int col, int first, int rows) const {
     if (rows >= kChunk) {
       if (staging.thread() == 0) {
-        ptx::tma_store(&params_.dh.map, staging.h(pair, 0), col, first, 0);
-        ptx::tma_store(&params_.dh.map, staging.h(pair, 1), col, first, 1);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::tma_store(&params_.dh.map, staging.h(pair, part), col, first, part);
+        }
         ptx::tma_store(&params_.pa.map, pa, col, first, 0);
         ptx::tma_store_commit();
       }
     } else {
 #pragma unroll 1
-      for (int matrix = 0; matrix < 3; ++matrix) {
-        const bool is_pa = matrix == 2;
+      for (int matrix = 0; matrix <= kParts; ++matrix) {
+        const bool is_pa = matrix == kParts;
         DswigluStaging::BoxType::copy_rows<__nv_bfloat16>(
             ptx::shared_address(is_pa ? pa : staging.h(pair, matrix)),
             is_pa ? params_.pa : params_.dh, col, first, is_pa ? 0 : matrix, rows,

@@ -1,25 +1,26 @@
-// Epilogue of expert_up: h = (gate, up) + biases rounded to bf16, and A = act(h_gate) * h_up from
-// the rounded h.
+// Epilogue of expert_up: h = (gate, up) + biases rounded to bf16, and A from the rounded h; experts
+// without a gate have one matrix, and A = act(h).
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
-#include "cuda/tile/activation.cuh"
+#include "cuda/tile/glu.cuh"
 
 namespace dropless::cuda {
 
-// A tile holds columns c of gate in its left half and the same columns of up in its right half, so
-// each thread has both in registers.
-template <ActivationKind kActivation>
+// A gated tile holds columns c of gate in its left half and the same columns of up in its right
+// half, so each thread has both in registers.
+template <GluForm kForm>
 class SwigluEpilogue {
  public:
-  static constexpr int kMatrices = 2;
+  static constexpr int kMatrices = Glu<kForm>::kParts;
   template <class Tile>
   using Staging = ResultStagingOf<Tile>;
   struct Params {
     ResultMatrix h;          // planes gate, up of [M, I]; data is null if h is not wanted
     ResultMatrix a;          // [M, I]
     const float* gate_bias;  // [E, I] or null
-    const float* up_bias;    // [E, I] or null
+    const float* up_bias;    // [E, I] or null; gated only
+    ActivationOptions activation;
   };
 
   __device__ explicit SwigluEpilogue(const Params& params) : params_(params) {}
@@ -30,24 +31,31 @@ class SwigluEpilogue {
   template <int kAll, class Staging>
   __device__ __forceinline__ void store(float (&block)[1][kAll], const RowTile& tile, int row,
                                         int rows, Staging& staging) const {
-    constexpr int kCols = 2 * kAll;
     float(&acc)[kAll] = block[0];
-    constexpr int kUp = kCols / 4;  // first register of up
+    constexpr int kRegisters = kAll / kMatrices;  // of one matrix; those of up come second
     const int lane_col = staging.thread() % 4 * 2;
-    if (params_.gate_bias != nullptr) add_bias<kCols, 0>(acc, params_.gate_bias, tile, lane_col);
-    if (params_.up_bias != nullptr) add_bias<kCols, kUp>(acc, params_.up_bias, tile, lane_col);
+    if (params_.gate_bias != nullptr) {
+      add_bias<0, kRegisters>(acc, params_.gate_bias, tile, lane_col);
+    }
+    if (kMatrices == 2 && params_.up_bias != nullptr) {
+      add_bias<kAll - kRegisters, kRegisters>(acc, params_.up_bias, tile, lane_col);
+    }
 #pragma unroll
-    for (int chunk = 0; chunk < kCols / 128; ++chunk) {
+    for (int chunk = 0; chunk < kRegisters / 32; ++chunk) {
       const int col = tile.col + chunk * kChunk;
-      const int gate = chunk * 32, up = kUp + chunk * 32;
       if (params_.h.data != nullptr) {
-        staging.write(__nv_bfloat16{}, [&](int i) { return acc[gate + i]; });
-        staging.template send<__nv_bfloat16>(params_.h, col, row, 0, rows);
-        staging.write(__nv_bfloat16{}, [&](int i) { return acc[up + i]; });
-        staging.template send<__nv_bfloat16>(params_.h, col, row, 1, rows);
+#pragma unroll
+        for (int plane = 0; plane < kMatrices; ++plane) {
+          const int first = plane * kRegisters + chunk * 32;
+          staging.write(__nv_bfloat16{}, [&](int i) { return acc[first + i]; });
+          staging.template send<__nv_bfloat16>(params_.h, col, row, plane, rows);
+        }
       }
-      staging.write(__nv_bfloat16{}, [&](int i) {
-        return gated<kActivation>(round_bf16(acc[gate + i]), round_bf16(acc[up + i]));
+      const int gate = chunk * 32, up = kAll - kRegisters + chunk * 32;
+      Glu<kForm>::with(params_.activation, [&](auto value) {
+        staging.write(__nv_bfloat16{}, [&](int i) {
+          return value(round_bf16(acc[gate + i]), round_bf16(acc[up + i])).a;
+        });
       });
       staging.template send<__nv_bfloat16>(params_.a, col, row, 0, rows);
     }
@@ -57,16 +65,17 @@ class SwigluEpilogue {
     const int64_t bytes = static_cast<int64_t>(params.a.cols) * 2;
     zero_bytes(params.a.data + row * params.a.row_bytes, bytes, lane);
     if (params.h.data != nullptr)
-      zero_bytes(params.h.data + row * params.h.row_bytes, 2 * bytes, lane);
+      zero_bytes(params.h.data + row * params.h.row_bytes, kMatrices * bytes, lane);
   }
 
  private:
-  template <int kCols, int kFirst>
-  __device__ __forceinline__ void add_bias(float (&acc)[kCols / 2], const float* bias,
+  // To kCount registers from kFirst on.
+  template <int kFirst, int kCount, int kAll>
+  __device__ __forceinline__ void add_bias(float (&acc)[kAll], const float* bias,
                                            const RowTile& tile, int lane_col) const {
     bias += static_cast<int64_t>(tile.expert) * params_.a.cols;
 #pragma unroll
-    for (int j = 0; j < kCols / 16; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
       const int col = tile.col + j * 8 + lane_col;
       if (col >= params_.a.cols) continue;
       const float2 b = __ldg(reinterpret_cast<const float2*>(bias + col));

@@ -20,9 +20,6 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args, Tensor workspace
   ProductPath path;
   DROPLESS_RETURN_IF_ERROR(choose_path("expert_down_backward", args.dy.dtype,
                                        {args.dy, args.down, args.h, args.dh, args.pa}, &path));
-  if (path == ProductPath::kSm90 && !sm90_has_activation(args.activation)) {
-    path = ProductPath::kSm80;
-  }
   DROPLESS_RETURN_IF_ERROR(check_count("expert_down_backward", "M", rows));
   if (args.h.dtype == DType::kF8E4M3 || args.dh_q.given()) {
     return Status(StatusCode::kUnimplemented,

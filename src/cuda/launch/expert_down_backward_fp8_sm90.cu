@@ -86,7 +86,7 @@ Status launch_expert_down_backward_fp8_sm90(const ExpertDownBackwardArgs& args, 
     case ActivationKind::kGeluTanh:
       status = launch_product<ActivationKind::kGeluTanh>(args, rows, row_scale, row_sums, stream);
       break;
-    default:  // sm90_has_activation: no other comes here
+    default:  // fp8_has_activation: no other comes here
       break;
   }
   return status.ok() ? launch_d_weights(args, rows, row_scale, row_sums, stream) : status;

@@ -8,9 +8,9 @@ namespace dropless::cuda {
 namespace {
 
 // dA' = dy * down^T: down [E, I, H] is K-major as it lies.
-template <class Tile, ActivationKind kActivation>
+template <class Tile, GluForm kForm>
 Status launch_tile(const ExpertDownBackwardArgs& args, float* row_sums, Stream stream) {
-  using Epilogue = DswigluEpilogue<kActivation>;
+  using Epilogue = DswigluEpilogue<kForm>;
   using Kernel = GroupedGemmSm90<Tile, Major::kK, Epilogue, Gathered::kLhs>;
   const int64_t m = args.h.dims[0], model = args.dy.dims[1];
   const int64_t experts = args.down.dims[0], width = args.down.dims[1];
@@ -22,7 +22,9 @@ Status launch_tile(const ExpertDownBackwardArgs& args, float* row_sums, Stream s
                                Kernel::kRhsRows, "down", &params.rhs[0]);
   }
   params.rhs[1] = params.rhs[0];
-  const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
+  constexpr int kParts = Glu<kForm>::kParts;
+  const MatrixStack h = {args.h.data, DType::kBF16,       width,    m,
+                         kParts,      kParts * 2 * width, 2 * width};
   MatrixStack dh = h;
   dh.data = args.dh.data;
   constexpr int kBox = DswigluStaging::BoxType::kRowBytes;
@@ -37,6 +39,7 @@ Status launch_tile(const ExpertDownBackwardArgs& args, float* row_sums, Stream s
   params.epilogue.weights = args.weights.as<float>();
   params.epilogue.slot_of_row = args.slot_of_row.as<int32_t>();
   params.epilogue.rows = static_cast<int>(m);
+  params.epilogue.activation = args.activation;
   params.offsets = args.offsets.as<int32_t>();
   params.experts = static_cast<int>(experts);
   params.rows = static_cast<int>(m);
@@ -50,13 +53,13 @@ Status launch_tile(const ExpertDownBackwardArgs& args, float* row_sums, Stream s
                            stream);
 }
 
-template <ActivationKind kActivation>
+template <GluForm kForm>
 Status launch_product(const ExpertDownBackwardArgs& args, int tile, float* row_sums,
                       Stream stream) {
   return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     using Launch = Status (*)(const ExpertDownBackwardArgs&, float*, Stream);
     static constexpr Launch kLaunches[] = {
-        &launch_tile<std::tuple_element_t<kIndex, ExpertDownBackwardSm90Tiles>, kActivation>...};
+        &launch_tile<std::tuple_element_t<kIndex, ExpertDownBackwardSm90Tiles>, kForm>...};
     return kLaunches[tile](args, row_sums, stream);
   }
   (std::make_index_sequence<std::tuple_size_v<ExpertDownBackwardSm90Tiles>>());
@@ -67,17 +70,18 @@ Status launch_product(const ExpertDownBackwardArgs& args, int tile, float* row_s
 Status launch_expert_down_backward_sm90(const ExpertDownBackwardArgs& args, int tile,
                                         float* row_sums, Stream stream) {
   Status status;
-  switch (args.activation.kind) {
-    case ActivationKind::kSilu:
-      status = launch_product<ActivationKind::kSilu>(args, tile, row_sums, stream);
+  switch (glu_form(args.activation)) {
+    case GluForm::kSilu:
+      status = launch_product<GluForm::kSilu>(args, tile, row_sums, stream);
       break;
-    case ActivationKind::kGelu:
-      status = launch_product<ActivationKind::kGelu>(args, tile, row_sums, stream);
+    case GluForm::kSiluLimited:
+      status = launch_product<GluForm::kSiluLimited>(args, tile, row_sums, stream);
       break;
-    case ActivationKind::kGeluTanh:
-      status = launch_product<ActivationKind::kGeluTanh>(args, tile, row_sums, stream);
+    case GluForm::kGated:
+      status = launch_product<GluForm::kGated>(args, tile, row_sums, stream);
       break;
-    default:  // sm90_has_activation: no other comes here
+    case GluForm::kUngated:
+      status = launch_product<GluForm::kUngated>(args, tile, row_sums, stream);
       break;
   }
   if (!status.ok()) return status;

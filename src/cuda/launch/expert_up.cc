@@ -15,9 +15,6 @@ Status expert_up(const ExpertUpArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(choose_path(
       "expert_up", args.x.dtype,
       {args.x, args.gate, args.up, args.gate_bias, args.up_bias, args.h, args.a}, &path));
-  if (path == ProductPath::kSm90 && !sm90_has_activation(args.activation)) {
-    path = ProductPath::kSm80;
-  }
   DROPLESS_RETURN_IF_ERROR(check_count("expert_up", "M", rows));
   if (args.gate.dims[0] == 0) {
     DROPLESS_RETURN_IF_ERROR(zero_async("expert_up", args.h, stream));

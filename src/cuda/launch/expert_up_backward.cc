@@ -16,14 +16,12 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args, Tensor, Stream strea
   DROPLESS_RETURN_IF_ERROR(choose_path("expert_up_backward", args.dh.dtype,
                                        {args.dh, args.gate, args.up, args.dx_rows}, &path));
   DROPLESS_RETURN_IF_ERROR(check_count("expert_up_backward", "M", rows));
-  // The sm_90 launch takes two matrices; experts without a gate have one.
-  if (path == ProductPath::kSm90 && !args.up.given()) path = ProductPath::kSm80;
   if (args.gate.dims[0] == 0 || width == 0) {
     return zero_async("expert_up_backward", args.dx_rows, stream);
   }
   if (path == ProductPath::kSm80) return launch_expert_up_backward_sm80(args, stream);
   if (path == ProductPath::kF32) return launch_expert_up_backward_f32(args, stream);
-  const int tile = grouped_gemm_sm90_tile(2 * width, args.dx_rows.dims[1]);
+  const int tile = grouped_gemm_sm90_tile(args.dh.dims[1] * width, args.dx_rows.dims[1]);
   return launch_expert_up_backward_sm90(args, tile, stream);
 }
 

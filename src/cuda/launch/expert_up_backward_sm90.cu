@@ -5,20 +5,23 @@ namespace dropless::cuda {
 namespace {
 
 // dx_rows = dh_gate * gate^T + dh_up * up^T: one product whose contraction runs over both planes of
-// dh.
+// dh. Experts without a gate have one.
 template <class Tile>
 Status launch_tile(const ExpertUpBackwardArgs& args, Stream stream) {
   using Kernel = GroupedGemmSm90<Tile, Major::kK, StoreEpilogue<__nv_bfloat16>>;
   const int64_t rows = args.dh.dims[0], width = args.dh.dims[2];
   const int64_t experts = args.gate.dims[0], cols = args.gate.dims[1];
   typename Kernel::Params params = {};
-  const MatrixStack dh = {args.dh.data, DType::kBF16, width, rows, 2, 4 * width, 2 * width};
+  const int parts = static_cast<int>(args.dh.dims[1]);
+  const MatrixStack dh = {args.dh.data, DType::kBF16,      width,    rows,
+                          parts,        parts * 2 * width, 2 * width};
   Status status = encode_tensor_map(dh, kChunk, "dh", &params.lhs);
   const ConstTensor* matrices[2] = {&args.gate, &args.up};
-  for (int i = 0; i < 2 && status.ok(); ++i) {
+  for (int i = 0; i < parts && status.ok(); ++i) {
     status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts, cols, width),
                                kChunk, i == 0 ? "gate" : "up", &params.rhs[i]);
   }
+  if (parts == 1) params.rhs[1] = params.rhs[0];  // prefetched all the same
   if (status.ok()) {
     status = make_result(dense_stack(args.dx_rows.data, DType::kBF16, 1, rows, cols), "dx_rows",
                          &params.epilogue.out);
@@ -29,7 +32,7 @@ Status launch_tile(const ExpertUpBackwardArgs& args, Stream stream) {
   params.rows = static_cast<int>(rows);
   params.cols = static_cast<int>(cols);
   params.blocks = static_cast<int>(ceil_div(width, kChunk));
-  params.planes = 2;
+  params.planes = parts;
   const int64_t most_items =
       (ceil_div(rows, Tile::kRows) + std::min(experts, rows)) * ceil_div(cols, Tile::kCols);
   return launch_persistent(&grouped_gemm_sm90_kernel<Tile, Major::kK, StoreEpilogue<__nv_bfloat16>>,

@@ -50,7 +50,7 @@ Status launch_activation(const ExpertUpArgs& args, ConstTensor rows, ConstTensor
       return launch<ActivationKind::kGelu, kFp8H>(args, rows, row_scale, stream);
     case ActivationKind::kGeluTanh:
       return launch<ActivationKind::kGeluTanh, kFp8H>(args, rows, row_scale, stream);
-    default:  // sm90_has_activation: no other comes here
+    default:  // fp8_has_activation: no other comes here
       break;
   }
   return launch<ActivationKind::kSilu, kFp8H>(args, rows, row_scale, stream);

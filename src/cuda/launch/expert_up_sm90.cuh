@@ -8,9 +8,9 @@
 
 namespace dropless::cuda {
 
-template <class Tile, Major kMajor, ActivationKind kActivation>
+template <class Tile, Major kMajor, GluForm kForm>
 Status launch_expert_up_tile(const ExpertUpArgs& args, Stream stream) {
-  using Epilogue = SwigluEpilogue<kActivation>;
+  using Epilogue = SwigluEpilogue<kForm>;
   using Kernel = GroupedGemmSm90<Tile, kMajor, Epilogue, Gathered::kLhs>;
   const int64_t m = args.a.dims[0], width = args.a.dims[1], experts = args.gate.dims[0];
   const int64_t model = args.x.dims[1];
@@ -18,7 +18,8 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, Stream stream) {
   Status status =
       make_row_source(args.x, model, args.slot_of_row, args.experts_per_token, "x", &params.source);
   const ConstTensor* matrices[2] = {&args.gate, &args.up};
-  for (int i = 0; i < 2 && status.ok(); ++i) {
+  constexpr int kParts = Epilogue::kMatrices;
+  for (int i = 0; i < kParts && status.ok(); ++i) {
     status = encode_tensor_map(dense_stack(matrices[i]->data, DType::kBF16, experts,
                                            matrices[i]->dims[1], matrices[i]->dims[2]),
                                kChunk, i == 0 ? "gate" : "up", &params.rhs[i]);
@@ -28,12 +29,14 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, Stream stream) {
         make_result(dense_stack(args.a.data, DType::kBF16, 1, m, width), "a", &params.epilogue.a);
   }
   if (status.ok() && args.h.given()) {
-    const MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
+    const MatrixStack h = {args.h.data, DType::kBF16,       width,    m,
+                           kParts,      kParts * 2 * width, 2 * width};
     status = make_result(h, "h", &params.epilogue.h);
   }
   if (!status.ok()) return status;
   params.epilogue.gate_bias = args.gate_bias.as<float>();
   params.epilogue.up_bias = args.up_bias.as<float>();
+  params.epilogue.activation = args.activation;
   params.offsets = args.offsets.as<int32_t>();
   params.experts = static_cast<int>(experts);
   params.rows = static_cast<int>(m);
@@ -51,15 +54,17 @@ Status launch_expert_up_tile(const ExpertUpArgs& args, Stream stream) {
 template <Major kMajor>
 Status launch_expert_up_major(const ExpertUpArgs& args, Stream stream) {
   using Tile = ExpertUpSm90Tile;
-  switch (args.activation.kind) {
-    case ActivationKind::kGelu:
-      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGelu>(args, stream);
-    case ActivationKind::kGeluTanh:
-      return launch_expert_up_tile<Tile, kMajor, ActivationKind::kGeluTanh>(args, stream);
-    default:  // sm90_has_activation: no other comes here
+  switch (glu_form(args.activation)) {
+    case GluForm::kSilu:
+      return launch_expert_up_tile<Tile, kMajor, GluForm::kSilu>(args, stream);
+    case GluForm::kSiluLimited:
+      return launch_expert_up_tile<Tile, kMajor, GluForm::kSiluLimited>(args, stream);
+    case GluForm::kGated:
+      return launch_expert_up_tile<Tile, kMajor, GluForm::kGated>(args, stream);
+    case GluForm::kUngated:
       break;
   }
-  return launch_expert_up_tile<Tile, kMajor, ActivationKind::kSilu>(args, stream);
+  return launch_expert_up_tile<Tile, kMajor, GluForm::kUngated>(args, stream);
 }
 
 extern template Status launch_expert_up_major<Major::kMn>(const ExpertUpArgs&, Stream);

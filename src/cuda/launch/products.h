@@ -40,8 +40,8 @@ inline Status check_sm90_bf16(const char* op, DType dtype) {
   return Status();
 }
 
-// The sm_90 epilogues are those of gated SiLU and GELU without limits.
-inline bool sm90_has_activation(const ActivationOptions& activation) {
+// The epilogues of FP8 are those of gated SiLU and GELU without limits.
+inline bool fp8_has_activation(const ActivationOptions& activation) {
   return activation.plain() && activation.kind <= ActivationKind::kGeluTanh;
 }
 

@@ -32,8 +32,7 @@ Status check_addressable(const char* op, std::initializer_list<ConstTensor> arra
 }
 
 Status check_activation(const char* op, const ActivationOptions& activation) {
-  // The launches know these three alone.
-  if (activation.plain() && activation.kind <= ActivationKind::kGeluTanh) return Status();
+  if (fp8_has_activation(activation)) return Status();
   return Status(StatusCode::kUnimplemented,
                 std::string(op) +
                     ": float8 operands have kernels for gated silu, gelu and gelu_tanh without"
