@@ -53,6 +53,8 @@ TEST_P(RouteOptions, F7_ForwardMatchesDefinition) {
 }
 
 TEST(ReferenceRoute, F7_EveryCombinationMatchesDefinitionAndFiniteDifferences) {
+  // Scores, orders, normalisations, scales, group rules, bias, dtypes.
+  ASSERT_EQ(every_combination().size(), 4u * 2 * 4 * 2 * 4 * 2 * 2);
   for (Routing& r : every_combination()) {
     const int64_t num_experts = r.num_experts(), per_token = r.per_token();
     ASSERT_TRUE(reference::route(r.forward()).ok());

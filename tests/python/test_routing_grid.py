@@ -1,4 +1,4 @@
-"""The router's options in every combination, and experts that are given, against the oracle."""
+"""The router's options through JAX, and experts that are given, against the oracle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ GROUPS = {
     "best3": {"num_groups": 3, "groups_kept": 1, "group_score_experts": 3},
 }  # fmt: skip
 # Score, order, normalisation and groups in every combination; scale, bias and dtype in turn, so
-# that each of their combinations meets every group rule. The C++ tests take the full product.
+# that each of their combinations meets every group rule. The product of all seven, 1024 routers, is
+# what F7_EveryCombination of the C++ tests takes, on the reference, the CPU and the GPU; here each
+# would cost a compilation.
 GRID = [
     (*names, (1.0, 2.5)[i % 2], bool(i // 2 % 2), (jnp.float32, jnp.bfloat16)[i // 4 % 2])
     for i, names in enumerate(
@@ -53,7 +55,7 @@ def names_of(value):
 @pytest.mark.parametrize(
     ("score", "before", "norm", "groups", "scale", "biased", "dtype"), GRID, ids=names_of
 )
-def test_f7_every_combination(score, before, norm, groups, scale, biased, dtype):
+def test_f7_options_reach_the_engine(score, before, norm, groups, scale, biased, dtype):
     options = {**NORMALISATIONS[norm], **GROUPS[groups]}
     cfg = config(
         12, 3, score=score, score_before_topk=before, scale=scale, selection_bias=biased, **options
