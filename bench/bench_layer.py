@@ -10,6 +10,7 @@ import argparse
 import itertools
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -112,6 +113,18 @@ def failure(call) -> str | None:
     return None
 
 
+def compile_ours(grid, threads: int) -> None:
+    """Calls every variant of ours once, `threads` of them at a time, before anything is timed.
+
+    Only ours: XLA chooses the peers' GEMM kernels by timing them, which wants a quiet device.
+    """
+    ours = [
+        call for *_, calls in grid for name, call in calls.items() if name.startswith("dropless")
+    ]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda call: jax.block_until_ready(call()), ours))
+
+
 def row(shape, precision, times, **extra):
     """One result: times, TFLOP/s and the ratios users care about."""
     ours = times["dropless"]["median_ms"]
@@ -163,6 +176,21 @@ def show(rows) -> None:
         )
 
 
+def points(args, table):
+    """(shape, precision, the row's labels, name -> call) for each point of the grid, in turn."""
+    for name, precision, routing in itertools.product(
+        args.shapes or table, args.precisions, args.routing
+    ):
+        dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
+        ragged_dot = name in table if args.ragged_dot is None else name in args.ragged_dot
+        calls = variants(
+            *(table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared),
+            beside=args.beside,
+        )
+        labels = {"routing": routing, "params": str(jnp.dtype(dtype))}
+        yield table[name], precision, labels, calls
+
+
 def main() -> None:
     """Runs the grid and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -182,6 +210,13 @@ def main() -> None:
     parser.add_argument("--prepared", action="store_true", help="also time experts prepared once")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0, help="per shape and precision")
+    parser.add_argument(
+        "--compile-threads",
+        type=int,
+        default=0,
+        help="build all shapes first and compile our variants this many at a time: less waiting "
+        "where every shape's arrays fit in memory together",
+    )
     parser.add_argument("--out", help="result file (JSON)")
     args = parser.parse_args()
 
@@ -189,21 +224,17 @@ def main() -> None:
     said = [a for a in sys.argv[1:] if a not in ("--out", args.out)]
     environment = harness.environment(shlex.join(["python", "bench/bench_layer.py", *said]))
     rows = []
-    for name, precision, routing in itertools.product(
-        args.shapes or table, args.precisions, args.routing
-    ):
-        dtype = DTYPES[precision] if args.param_dtype == "same" else jnp.dtype(args.param_dtype)
-        ragged_dot = name in table if args.ragged_dot is None else name in args.ragged_dot
-        calls = variants(
-            *(table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared),
-            beside=args.beside,
-        )
-        extra = {"routing": routing, "params": str(jnp.dtype(dtype))}
+    grid = points(args, table)
+    if args.compile_threads:
+        grid = list(grid)
+        compile_ours(grid, args.compile_threads)
+    for shape, precision, extra, calls in grid:
         if "ragged_dot" in calls and (error := failure(calls["ragged_dot"])):
             extra["ragged_dot_error"] = error
             del calls["ragged_dot"]
         times = harness.interleave(calls, rounds=args.rounds, seconds=args.seconds, warmup=1)
-        rows.append(row(table[name], precision, times, **extra))
+        calls.clear()  # its arrays, before the next shape's
+        rows.append(row(shape, precision, times, **extra))
         show(rows[-1:])
         if args.out:  # after every row: what was measured is kept if a later shape fails
             harness.write(args.out, {"environment": environment, "layer": rows})
