@@ -37,9 +37,14 @@ OPTIONS = {
 }
 
 
+@jax.jit
+def _relative(got, want):
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(jnp.square(got - want)) / jnp.sum(jnp.square(want)))
+
+
 def relative(got, want):
-    got, want = (np.asarray(a, np.float64) for a in (got, want))
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    return float(_relative(got, want))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,20 +1,16 @@
-"""What a layer is: frozen, hashable configs without arrays, and how a precision is chosen."""
+"""What a layer is: frozen, hashable configs without arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import warnings
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from dropless._activation import ACTIVATIONS, Activation
 from dropless._checks import MAX_EXPERTS, check_flag, check_integer, check_one_of, check_real
-
-_log = logging.getLogger("dropless")
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
 PRECISIONS = ("auto", "f32", "bf16", "fp8")
@@ -25,9 +21,6 @@ PRECISIONS = ("auto", "f32", "bf16", "fp8")
 _DENSE_WIDTH = 8 / 3
 # Widths are rounded up to a multiple of this, half of the 128 columns that one scale covers.
 _WIDTH_MULTIPLE = 64
-
-# Hopper's compute capabilities: its FP8 kernels (sm_90a) run on no other generation.
-_FP8_CAPABILITIES = (9.0, 10.0)  # from the first up to, not including, the second
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +170,9 @@ class MoEConfig:
       shared_expert_gate: its output is multiplied by sigmoid(x . output_gate) (Qwen2-MoE).
       precision: of the matrix products' operands. ``"f32"``, ``"bf16"``, ``"fp8"`` (e4m3 in blocks
         of 128; on a CPU it is emulated), or ``"auto"``: decided when the function is traced, from
-        the devices in use: x's own dtype on a CPU, bfloat16 on a GPU.
+        the devices in use: x's own dtype on a CPU; on a Hopper GPU FP8 where it is expected to be
+        faster, quantising the weights counted (docs/fp8.md; ``explain`` says why); bfloat16 on
+        every other.
       expert_capacity_factor: sizes buffers between devices; what does not fit is sent in a further
         round. With ``overflow="drop"``, an expert takes at most
         ``ceil(expert_capacity_factor * T * K / E)`` assignments and drops the rest.
@@ -300,54 +295,14 @@ def device_in_use(x: Any, mesh: Any = None) -> jax.Device:
 _said: set[str] = set()
 
 
+def first_time(text: str) -> bool:
+    """Whether a text has not been said before."""
+    new = text not in _said
+    _said.add(text)
+    return new
+
+
 def warn_once(text: str) -> None:
     """Warns of a slow or different path the first time it is taken."""
-    if text not in _said:
-        _said.add(text)
+    if first_time(text):
         warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-def _log_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        _log.info(text)
-
-
-def _has_fp8(device: jax.Device) -> bool:
-    try:
-        first, beyond = _FP8_CAPABILITIES
-        return first <= float(device.compute_capability) < beyond
-    except (AttributeError, TypeError, ValueError):
-        return False
-
-
-def resolve_precision(cfg: MoEConfig, x_dtype: Any, device: jax.Device) -> str:
-    """``"f32"``, ``"bf16"`` or ``"fp8"`` for what ``cfg.precision`` asks of this device.
-
-    Raises:
-      ValueError: FP8 was asked of a GPU that has none and ``fallback`` is not set.
-    """
-    on_cpu = device.platform == "cpu"
-    if cfg.precision == "auto":
-        chosen = "f32" if on_cpu and x_dtype == jnp.float32 else "bf16"
-        _log_once(
-            f'precision="auto" chose {chosen} for {jnp.dtype(x_dtype).name} inputs on {device}.'
-        )
-        return chosen
-    if cfg.precision != "fp8" or on_cpu:
-        return cfg.precision
-    if _has_fp8(device):
-        warn_once(
-            'precision="fp8": the FP8 kernels of the GPU have not been validated end to end '
-            '(docs/gpu_fp8_gemm.md); precision="bf16" has.'
-        )
-        return cfg.precision
-    capability = getattr(device, "compute_capability", "unknown")
-    problem = (
-        f'precision="fp8" needs an NVIDIA Hopper GPU, compute capability {_FP8_CAPABILITIES[0]} '
-        f"(or a CPU, where it is emulated); got {device.device_kind} of capability {capability}"
-    )
-    if cfg.fallback is None or cfg.strict:
-        raise ValueError(f'{problem}. Use precision="bf16", or fallback="bf16" with strict=False.')
-    warn_once(f"{problem}; running bf16 instead.")
-    return "bf16"

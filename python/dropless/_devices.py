@@ -29,6 +29,8 @@ def _rates(capability: str, f32: float, bf16: float, fp8: float, terabytes: floa
     return Rates(capability, flops, terabytes * 1e12)
 
 
+FP8_CAPABILITY = "9.0"  # Hopper's
+
 # By ``jax.Device.device_kind``. f32 is the rate of the CUDA cores, as products are never TF32 here.
 # Tensor-core rates are half of those that the sheets print, which are with sparsity.
 KNOWN = {
@@ -83,6 +85,11 @@ def device_of(device: str | jax.Device | NamedDevice) -> jax.Device | NamedDevic
             + (f", which fits {found}." if found else ".")
         )
     return NamedDevice("gpu", found[0], KNOWN[found[0]].compute_capability)
+
+
+def has_fp8(device: jax.Device | NamedDevice) -> bool:
+    """Whether a GPU runs the FP8 kernels (sm_90a), which no other generation does."""
+    return str(getattr(device, "compute_capability", None)) == FP8_CAPABILITY
 
 
 def rates_of(device: jax.Device | NamedDevice) -> Rates | None:

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 
 from dropless import _library
 from dropless._checks import check_integer
-from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use
 from dropless._devices import NamedDevice, Rates, device_of, rates_of
 from dropless._experts import Spec, wgrad_workspaces
 from dropless._experts_fp8 import padded
-from dropless._explain_fp8 import Fp8Choice, moved_by_preparing, moved_by_quantisers
 from dropless._explanation import Array, Explanation, Gemm
+from dropless._fp8_model import fp8_choice
 from dropless._kernel_choice import kernel_of
 from dropless._params import check_float_dtype
+from dropless._precision import LayerSizes, choose_precision
 from dropless._routing import check_rows
 
 _BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
@@ -63,16 +64,19 @@ def explain(
         dtype = jnp.float32 if found.platform == "cpu" else jnp.bfloat16
     check_float_dtype("dtype", dtype)
     check_float_dtype("param_dtype", param_dtype)
-    precision = resolve_precision(cfg, jnp.dtype(dtype), found)
+    expert_dim, param_bytes = cfg.resolved_expert_dim(model_dim), jnp.dtype(param_dtype).itemsize
+    layer = LayerSizes(tokens, model_dim, expert_dim, param_bytes)
+    chosen = choose_precision(cfg, jnp.dtype(dtype), found, layer)
+    precision = chosen.precision
     spec = Spec.of(cfg, precision, found.platform)
     sizes = _Sizes(
         t=tokens,
         k=cfg.experts_per_token,
         e=cfg.num_experts,
         h=model_dim,
-        i=cfg.resolved_expert_dim(model_dim),
+        i=expert_dim,
         x=jnp.dtype(dtype).itemsize,
-        param=jnp.dtype(param_dtype).itemsize,
+        param=param_bytes,
     )
     forward, backward = _gemms(spec, sizes, found)
     saved = _saved(spec, sizes, jnp.dtype(dtype).name)
@@ -97,12 +101,12 @@ def explain(
         device=found.device_kind,
         platform=found.platform,
         precision=precision,
-        precision_reason=_reason(cfg, precision, jnp.dtype(dtype).name, found),
+        precision_reason=chosen.reason,
         forward=forward,
         backward=backward,
         saved=saved,
         workspaces=workspaces,
-        fp8=_fp8_choice(cfg, sizes, found),
+        fp8=fp8_choice(cfg, tokens, model_dim, expert_dim, param_bytes, found),
     )
 
 
@@ -121,16 +125,6 @@ class _Sizes:
         return self.t * self.k
 
 
-def _reason(cfg: MoEConfig, precision: str, x: str, device: jax.Device | NamedDevice) -> str:
-    if cfg.precision == precision:
-        return "asked for"
-    if cfg.precision == "fp8":
-        return f'fp8 was asked for, but {device.device_kind} has none, and fallback="bf16" is set'
-    if device.platform == "cpu":
-        return f"auto: the dtype of x ({x}) on a CPU"
-    return "auto: what GPUs run by default"
-
-
 def _gemms(
     spec: Spec, s: _Sizes, device: jax.Device | NamedDevice
 ) -> tuple[tuple[Gemm, ...], tuple[Gemm, ...]]:
@@ -142,7 +136,7 @@ def _gemms(
     product, parts = 2 * s.m * s.h * s.i, spec.activation.parts
 
     def gemm(name: str, op: str, flops: int, moved: int, kind: str = spec.precision) -> Gemm:
-        kernel, tile, reason = kernel_of(op, kind, device, s.h, s.i)
+        kernel, tile, reason = kernel_of(op, kind, device, s.h, s.i, spec.activation)
         floor = _floor(rates, kind, flops, moved)
         return Gemm(name, kernel, tile, reason, flops, moved, floor)
 
@@ -186,26 +180,6 @@ def _gemms(
         router("router's gradients", 2, terms=6 + 3),
     )  # fmt: skip
     return forward, backward
-
-
-def _fp8_choice(cfg: MoEConfig, s: _Sizes, device: jax.Device | NamedDevice) -> Fp8Choice | None:
-    rates = rates_of(device)
-    if rates is None or "fp8" not in rates.flops:
-        return None
-    seconds, parts = {}, cfg.glu.parts
-    for precision in ("bf16", "fp8"):
-        forward, backward = _gemms(Spec.of(cfg, precision, device.platform), s, device)
-        seconds[precision] = sum(gemm.floor_seconds for gemm in forward + backward)
-    quantisers = moved_by_quantisers(
-        t=s.t, h=s.h, i=s.i, m=s.m, parts=parts, x_bytes=s.x,
-        wgrad_fp8=cfg.wgrad_precision == "fp8",
-    )  # fmt: skip
-    preparing = moved_by_preparing(e=s.e, h=s.h, i=s.i, parts=parts, param_bytes=s.param)
-    return Fp8Choice(
-        seconds["bf16"],
-        seconds["fp8"] + quantisers / rates.bandwidth,
-        *(moved / rates.bandwidth for moved in preparing),
-    )
 
 
 def _floor(rates: Rates | None, precision: str, flops: int, moved: int) -> float | None:

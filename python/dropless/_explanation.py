@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 
 from dropless._config import MoEConfig
-from dropless._explain_fp8 import Fp8Choice
+from dropless._fp8_model import Fp8Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Explanation:
       saved: what is kept between forward and backward beside the parameters.
       workspaces: the scratch of each call that has one, in order. A program has the same on every
         device, but a CPU does not touch them; each is needed during its call alone.
-      fp8: whether FP8 pays here, requantisation counted; None where the device's rates are not
-        known or have no FP8.
+      fp8: whether FP8 is expected to pay here, requantisation counted; None where the device has no
+        FP8, or where nothing like the layer was measured.
     """
 
     config: MoEConfig

@@ -7,6 +7,7 @@ import os
 import jax
 
 from dropless import _library
+from dropless._activation import Activation
 from dropless._devices import NamedDevice
 from dropless._experts_fp8 import has_fused_kernels
 
@@ -35,6 +36,7 @@ def kernel_of(
     device: jax.Device | NamedDevice,
     model_dim: int,
     expert_dim: int,
+    activation: Activation,
 ) -> tuple[str, tuple[int, ...] | None, str]:
     """Name, tile (where it is known before the call) and reason of the kernel that runs an op."""
     if device.platform == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dropless import _balance, _router_gemm, _routing
 from dropless._checks import as_array, check_key
-from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use
 from dropless._experts import Spec, experts
 from dropless._params import (
     Params,
@@ -21,6 +22,7 @@ from dropless._params import (
     check_params,
     check_prepared,
 )
+from dropless._precision import LayerSizes, choose_precision
 from dropless._routing import Routing
 from dropless._sharding import bound_axis_names, sharded, token_sharding
 from dropless._shared import shared_expert
@@ -231,17 +233,20 @@ def moe(
     if jitter_key is not None:
         check_key("jitter_key", jitter_key)
     _check_input(x, mask, expert_ids, token_ids, cfg)
-    check_params(params, cfg, x.shape[-1])
+    expert_dim = check_params(params, cfg, x.shape[-1])
     device = device_in_use(x, mesh)
+    axes = bound_axis_names("axis_name", axis_name)
+    sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
     if prepared is not None and cfg.precision == "auto":
         precision = getattr(prepared, "precision", None)
     else:
-        precision = resolve_precision(cfg, x.dtype, device)
+        tokens = math.prod(x.shape[:-1]) // (1 if sharding is None else sharding.parts)
+        param_bytes = params["experts"]["gate"].dtype.itemsize
+        sizes = LayerSizes(tokens, x.shape[-1], expert_dim, param_bytes)
+        precision = choose_precision(cfg, x.dtype, device, sizes).precision
     if prepared is not None:
         check_prepared(prepared, params, cfg, precision)
     spec = Spec.of(cfg, precision, device.platform)
-    axes = bound_axis_names("axis_name", axis_name)
-    sharding = token_sharding(x, mesh, token_axes, expert_axis, cfg.strict)
     if x.size == 0:
         return jnp.zeros_like(x), MoEAux.zeros(cfg.num_experts)
     axes += sharding.axes if sharding is not None else ()

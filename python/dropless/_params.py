@@ -12,7 +12,12 @@ import numpy as np
 
 from dropless._call import call
 from dropless._checks import check_integer, check_key
-from dropless._config import MoEConfig, check_config, device_in_use, resolve_precision
+from dropless._config import MoEConfig, check_config, device_in_use
+from dropless._precision import LayerSizes, choose_precision
+
+# Tokens that experts are prepared for where nobody says: a full batch, so that weights, which are
+# prepared once, weigh little beside the rows of every call.
+_TOKENS = 16384
 
 # Leaves that are state: no gradient and no optimiser changes them.
 STATE_NAMES = frozenset({"selection_bias", "expert_table"})
@@ -303,15 +308,20 @@ def shared_as_experts(shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: shared[name][None] for name in MATRICES if name in shared}
 
 
-def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
+def prepare_experts(
+    params: Params, cfg: MoEConfig, *, tokens: int | None = None
+) -> PreparedExperts:
     """What the GEMMs read of ``params``: FP8 codes and scales in both orientations, or a cast.
 
     Make it once an optimiser step and give it to every ``moe(..., prepared=)`` of that step, for
-    example over microbatches. With ``precision="auto"`` on a CPU the parameters' dtype decides.
+    example over microbatches. With ``precision="auto"`` on a CPU the parameters' dtype decides, on
+    a Hopper GPU what is expected to be faster in the calls themselves.
 
     Args:
       params: as ``init`` makes them.
       cfg: the layer; its ``precision`` and ``scale_rounding`` are used.
+      tokens: T of those calls on one device, which ``precision="auto"`` looks at on a Hopper GPU.
+        None: 16384.
 
     Raises:
       ValueError, TypeError: ``params`` does not fit ``cfg``.
@@ -322,10 +332,14 @@ def prepare_experts(params: Params, cfg: MoEConfig) -> PreparedExperts:
     if getattr(kernel, "ndim", None) != 2:
         came = "nothing" if kernel is None else getattr(kernel, "shape", type(kernel).__name__)
         raise ValueError(f'params["router"]["kernel"] must be an array [H, E]; got {came}.')
-    check_params(params, cfg, kernel.shape[0])
+    if tokens is None:
+        tokens = _TOKENS
+    check_integer("tokens", tokens, 1)
+    expert_dim = check_params(params, cfg, kernel.shape[0])
     params = jax.lax.stop_gradient(params)
     gate = params["experts"]["gate"]
-    precision = resolve_precision(cfg, gate.dtype, device_in_use(gate))
+    sizes = LayerSizes(tokens, kernel.shape[0], expert_dim, gate.dtype.itemsize, prepared=True)
+    precision = choose_precision(cfg, gate.dtype, device_in_use(gate), sizes).precision
     prepared = prepare(params["experts"], precision, cfg.scale_rounding)
     if "shared" not in params:
         return prepared

@@ -29,6 +29,11 @@ class TokenSharding:
     axes: tuple[str, ...]
     manual: frozenset[str]
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts tokens are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
     def axes_of(self, dimension: int) -> tuple[str, ...]:
         """Mesh axes that split one dimension of x."""
         spec = tuple(self.x_spec)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dropless
-from dropless._config import resolve_precision
+from dropless._precision import LayerSizes, choose_precision
 
 
 def test_configs_are_frozen_and_hash_by_value():
@@ -102,10 +102,13 @@ def test_capacity_of_a_dropping_layer(factor, capacity):
     assert dataclasses.replace(cfg, overflow="rounds").capacity(100) == 0
 
 
-def gpu(capability):
-    return SimpleNamespace(
-        platform="gpu", device_kind="NVIDIA A100-SXM4", compute_capability=capability
-    )
+def gpu(capability, kind="NVIDIA A100-SXM4"):
+    return SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+
+
+def resolved(cfg, device, tokens=8192, model_dim=4096, expert_dim=14336, param_bytes=2, **options):
+    sizes = LayerSizes(tokens, model_dim, expert_dim, param_bytes, **options)
+    return choose_precision(cfg, jnp.dtype(jnp.bfloat16), device, sizes)
 
 
 def test_m5_fp8_on_a_gpu_without_it_is_an_error_or_a_warned_fallback():
@@ -113,30 +116,26 @@ def test_m5_fp8_on_a_gpu_without_it_is_an_error_or_a_warned_fallback():
     with pytest.raises(
         ValueError, match=r'got NVIDIA A100-SXM4 of capability 8.0.*fallback="bf16"'
     ):
-        resolve_precision(cfg, jnp.float32, gpu("8.0"))
+        resolved(cfg, gpu("8.0"))
     fallback = dataclasses.replace(cfg, fallback="bf16")
     with pytest.warns(RuntimeWarning, match="running bf16 instead"):
-        assert resolve_precision(fallback, jnp.float32, gpu("8.0")) == "bf16"
+        chosen = resolved(fallback, gpu("8.0"))
+    assert chosen.precision == "bf16" and "fallback" in chosen.reason
     with pytest.raises(ValueError, match="A100"):
-        resolve_precision(dataclasses.replace(fallback, strict=True), jnp.float32, gpu("8.0"))
+        resolved(dataclasses.replace(fallback, strict=True), gpu("8.0"))
     for newer in ("10.0", "12.0"):  # sm_90a runs there no more than on Ampere
         with pytest.raises(ValueError, match=f"needs an NVIDIA Hopper GPU.*capability {newer}"):
-            resolve_precision(cfg, jnp.float32, gpu(newer))
+            resolved(cfg, gpu(newer))
+    # Where FP8 is, or is emulated, fallback changes nothing.
+    for device in (gpu("9.0"), SimpleNamespace(platform="cpu", device_kind="cpu")):
+        assert resolved(fallback, device).precision == "fp8"
 
 
-def test_fp8_on_hopper_warns_once_that_it_is_not_validated(monkeypatch):
-    monkeypatch.setattr("dropless._config._said", set())
-    cfg = dropless.MoEConfig(8, precision="fp8")
-    with pytest.warns(RuntimeWarning, match="not been validated"):
-        resolve_precision(cfg, jnp.float32, gpu("9.0"))
+def test_fp8_on_hopper_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_precision(cfg, jnp.float32, gpu("9.0")) == "fp8"
-
-
-def test_auto_on_a_gpu_is_bfloat16():
-    cfg = dropless.MoEConfig(8)
-    assert {resolve_precision(cfg, d, gpu("9.0")) for d in (jnp.float32, jnp.bfloat16)} == {"bf16"}
+        cfg = dropless.MoEConfig(8, precision="fp8")
+        assert resolved(cfg, gpu("9.0")).precision == "fp8"
 
 
 def test_import_is_light_and_initialises_no_backend():

@@ -104,6 +104,7 @@ def test_flops_of_a_pass():
 
 def test_floor_is_the_slower_of_computing_and_moving():
     cfg, model_dim = dropless.models.presets["mixtral-8x7b"]
+    cfg = dataclasses.replace(cfg, precision="bf16")
     large = dropless.explain(cfg, 8192, model_dim, "NVIDIA H200").forward[2]
     # 989.5 TFLOP/s in bf16: 16384 rows against 4096 x 14336.
     assert large.floor_seconds == pytest.approx(2 * 16384 * 4096 * 14336 / 989.5e12)
@@ -201,28 +202,6 @@ def test_fp8_with_a_bf16_weight_gradient():
     ]
     cfg = dataclasses.replace(cfg, wgrad_precision="fp8")
     assert dropless.explain(cfg, T, H, "H200").backward[2].kernel == "grouped_wgrad_fp8_sm90"
-
-
-def test_says_whether_fp8_pays():
-    def choice(tokens, h, i, e, k, **options):
-        cfg = dropless.MoEConfig(num_experts=e, experts_per_token=k, expert_dim=i, **options)
-        return dropless.explain(cfg, tokens, h, "H200", param_dtype=jnp.bfloat16)
-
-    # Mixtral-8x7B is bound by its products: twice the rate, whatever is quantised.
-    told = choice(8192, 4096, 14336, 8, 2, wgrad_precision="fp8")
-    assert 1.6 < told.fp8.every_call_ratio < told.fp8.prepared_ratio < 2
-    assert "even where every call" in str(told)
-    # One row an expert is bound by the weights, and quantising them moves four bytes an element.
-    told = choice(128, 2048, 1024, 128, 1)
-    assert told.fp8.every_call_ratio < 1 < told.fp8.prepared_ratio
-    assert "only with experts prepared once" in str(told)
-    # By hand: all weights, read as bfloat16, written twice as codes.
-    moved = 3 * 128 * 2048 * 1024 * 4
-    assert told.fp8.fp8_prepare_seconds == pytest.approx(moved / 4.8e12)
-    assert told.fp8.bf16_prepare_seconds == 0
-    cfg = dropless.MoEConfig(num_experts=4, expert_dim=64)
-    assert dropless.explain(cfg, 16, 64, "cpu").fp8 is None
-    assert dropless.explain(cfg, 16, 64, "A100-SXM4-80GB").fp8 is None
 
 
 def test_precision_is_the_layers_own_choice_and_says_why():
