@@ -2,17 +2,22 @@
 
     python bench/bench_layer_device.py --out bench/results/gpu_layer_facts_h200.json
 
+memory:   device memory over training steps with changing routing.
+repeats:  the bits of all results over a hundred steps at full size.
 launches: kernels and copies of one forward and backward, from a profiler trace.
 decode:   few tokens, forward: device time against reading the chosen experts' weights once.
-stack:    24 layers in a scan and unrolled: compile time, step time, copies of a layer's weights.
-memory:   device memory over training steps with changing routing.
+stack:    24 layers in a scan, with and without slices that are read in place, and 24 layers whose
+          weights are arrays of their own: compile time, step time, copies of a layer's weights.
 """
 
 import argparse
 import dataclasses
+import functools
+import os
 import re
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -75,17 +80,35 @@ def decode(name: str, tokens: int, bandwidth: float) -> dict:
     } | result
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 2 GiB."""
-    x = jnp.zeros((2**29,), jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    times = harness.interleave({"copy": lambda: copy(x)}, rounds=10, seconds=2)
-    return 2 * x.nbytes / (times["copy"]["min_ms"] * 1e-3)
+def read_bandwidth() -> float:
+    """Bytes a second that a sum of 4 GiB reads, by device time: nothing reads weights faster."""
+    x = jax.random.normal(jax.random.key(0), (2**15, 2**16), jnp.bfloat16)
+    total = jax.jit(lambda x: jnp.sum(x, axis=1, dtype=jnp.float32))
+    return x.nbytes / (device_time(lambda: total(x), repeats=10)["busy_us"] * 1e-6)
+
+
+# XLA's own fusion of a slice with the call that reads or writes it. On by default in later
+# releases than jax 0.10.
+IN_PLACE = "xla_gpu_enable_dynamic_slice_fusion"
+
+
+def matrix_copies(text: str, shape) -> int:
+    """Instructions of a compiled program that make, or write into a stack, a layer's matrices.
+
+    Fusions of a slice with a custom call are none: there the kernel itself reads or writes.
+    """
+    sides = f"({shape.model_dim},{shape.expert_dim}|{shape.expert_dim},{shape.model_dim})"
+    matrix = rf"bf16\[(\d+,)?{shape.num_experts},{sides}\]"
+    made = rf"= {matrix}\S* (copy|slice|dynamic-slice|dynamic-update-slice|concatenate|fusion)\("
+    lines = [line for line in text.splitlines() if re.search(made, line)]
+    inside = [line for line in lines if " fusion(" in line and "kind=kCustom" in line]
+    return len(lines) - len(inside)
 
 
 def stack(name: str, tokens: int, layers: int) -> dict:
     shape = dataclasses.replace(shapes.GPU[name], tokens=tokens)
     cfg, params, x = build(shape, layers)
+    apart = [jax.tree.map(lambda leaf, i=i: leaf[i], params) for i in range(layers)]
 
     def body(x, layer):
         return x + dropless.moe(x, layer, cfg)[0], None
@@ -94,35 +117,58 @@ def stack(name: str, tokens: int, layers: int) -> dict:
         return jax.lax.scan(body, x, params)[0]
 
     def unrolled(x, params):
-        return jax.lax.scan(body, x, params, unroll=layers)[0]
+        for layer in params:
+            x, _ = body(x, layer)
+        return x
 
     result = {"shape": name, "tokens": tokens, "layers": layers}
     calls = {}
-    matrix = rf"\[(1,)?{shape.num_experts},({shape.model_dim},{shape.expert_dim}|"
-    matrix += rf"{shape.expert_dim},{shape.model_dim})\]"
-    copies = re.compile(rf"= bf16{matrix}\S* (copy|dynamic-slice|slice|fusion)\(")
-    for kind, apply in (("scan", scanned), ("unrolled", unrolled)):
+    for kind, apply, weights, options in (
+        ("scan", scanned, params, {IN_PLACE: False}),
+        ("scan_in_place", scanned, params, {IN_PLACE: True}),
+        ("unrolled", unrolled, apart, {}),
+    ):
         begin = time.perf_counter()
-        step = jax.jit(gradient_step(apply)).lower(x, params).compile()
+        step = jax.jit(gradient_step(apply)).lower(x, weights).compile(compiler_options=options)
         result[kind] = {
             "compile_s": time.perf_counter() - begin,
-            # Instructions of the compiled program that make a layer's matrices of experts anew.
-            "expert_matrix_copies": len(copies.findall(step.as_text())),
+            "expert_matrix_copies": matrix_copies(step.as_text(), shape),
             "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
         }
-        calls[kind] = lambda step=step: step(x, params)[0]
-    for kind, times in harness.interleave(calls, rounds=10, seconds=6, warmup=1).items():
+        if dump := os.environ.get("BENCH_STACK_TEXT"):
+            Path(dump, f"{kind}_{tokens}.txt").write_text(step.as_text())
+        calls[kind] = lambda step=step, weights=weights: step(x, weights)[0]
+    for kind, times in harness.interleave(calls, rounds=7, seconds=4, warmup=1).items():
         result[kind]["step"] = times
-    medians = [result[kind]["step"]["median_ms"] for kind in ("scan", "unrolled")]
-    result["scan_over_unrolled"] = medians[0] / medians[1]
+    unrolled_ms = result["unrolled"]["step"]["median_ms"]
+    for kind in ("scan", "scan_in_place"):
+        result[kind]["over_unrolled"] = result[kind]["step"]["median_ms"] / unrolled_ms
     return result
+
+
+def repeats(name: str, times: int) -> dict:
+    """Steps of one program on the same arguments whose results differ in any bit from the first."""
+    cfg, params, x = build(shapes.GPU[name])
+    step = jax.jit(gradient_step(lambda x, p: dropless.moe(x, p, cfg)[0]))
+
+    @jax.jit
+    def differing(a, b):
+        bits = {2: jnp.uint16, 4: jnp.uint32}
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        view = lambda leaf: jax.lax.bitcast_convert_type(leaf, bits[leaf.dtype.itemsize])  # noqa: E731
+        return sum(jnp.sum(view(a) != view(b), dtype=jnp.int32) for a, b in pairs)
+
+    first = step(x, params)
+    different = [int(differing(step(x, params), first)) for _ in range(times)]
+    return {"shape": name, "steps": times, "steps_that_differ": sum(d > 0 for d in different)}
 
 
 def memory(name: str, tokens: int, steps: int) -> dict:
     shape = dataclasses.replace(shapes.GPU[name], tokens=tokens)
     cfg, params, _ = build(shape)
+    keys = list(jax.random.split(jax.random.key(0), steps))  # nothing is made between the steps
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=1)
     def step(key, params):
         # Another direction at every step: other experts are crowded.
         x = jax.random.normal(key, (tokens, shape.model_dim)) + 3 * jax.random.normal(
@@ -131,12 +177,18 @@ def memory(name: str, tokens: int, steps: int) -> dict:
         (_, (_, grads)) = gradient_step(lambda x, p: dropless.moe(x, p, cfg)[0])(
             x.astype(jnp.bfloat16), params
         )
-        return jax.tree.map(lambda p, g: p - (1e-4 * g).astype(p.dtype), params, grads)
+        counts = jnp.bincount(
+            jnp.argmax(x @ params["router"]["kernel"], -1), length=shape.num_experts
+        )
+        moved = jax.tree.map(lambda p, g: p - (1e-4 * g).astype(p.dtype), params, grads)
+        return moved, jnp.argmax(counts)
 
     device = jax.devices()[0]
-    in_use, peak = [], []
-    for i in range(steps):
-        params = jax.block_until_ready(step(jax.random.key(i), params))
+    in_use, peak, fullest = [], [], set()
+    for key in keys:
+        params, crowded = jax.block_until_ready(step(key, params))
+        fullest.add(int(crowded))
+        del crowded
         stats = device.memory_stats()
         in_use.append(stats["bytes_in_use"])
         peak.append(stats["peak_bytes_in_use"])
@@ -145,6 +197,7 @@ def memory(name: str, tokens: int, steps: int) -> dict:
         "shape": name,
         "tokens": tokens,
         "steps": steps,
+        "experts_that_were_fullest": len(fullest),
         "in_use_after_3": in_use[2],
         "most_in_use_later": max(in_use[3:]),
         "peak_after_3": peak[2],
@@ -156,7 +209,9 @@ def memory(name: str, tokens: int, steps: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
-    parser.add_argument("--parts", nargs="*", default=["launches", "decode", "memory", "stack"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["memory", "repeats", "launches", "decode", "stack"]
+    )
     args = parser.parse_args()
     said = [a for a in sys.argv[1:] if a not in ("--out", args.out)]
     command = " ".join(["python", "bench/bench_layer_device.py", *said])
@@ -164,15 +219,17 @@ def main() -> None:
     s2, s4 = "S2-qwen3-30b", "S4-olmoe"
 
     def decoded():
-        bandwidth = copy_bandwidth()
+        bandwidth = read_bandwidth()
         rows = [decode(name, t, bandwidth) for name in (s2, s4) for t in (1, 16, 64)]
-        return {"copy_bytes_per_second": bandwidth, "rows": rows}
+        return {"read_bytes_per_second": bandwidth, "rows": rows}
 
     parts = {
+        # First: the peak is the process's.
+        "memory": lambda: memory(s4, 4096, 200),
+        "repeats": lambda: [repeats(name, 100) for name in (s2, s4)],
         "launches": lambda: [launches(name) for name in (s2, s4)],
         "decode": decoded,
-        "memory": lambda: memory(s4, 4096, 200),
-        "stack": lambda: stack(s4, 2048, 24),
+        "stack": lambda: [stack(s4, tokens, 24) for tokens in (2048, 16384)],
     }
     for part in args.parts:
         begin = time.perf_counter()

@@ -317,6 +317,9 @@ def plan(ids: jax.Array, num_experts: int, *, capacity: int = 0) -> Plan:
     t, k = ids.shape
     check_rows(t, k)
     i32 = jnp.int32
+    # Inside a gradient the ids of ``route`` come with tangents of dtype float0; those of an
+    # integer operation's results are nothing at all.
+    ids = ids | 0
     if ids.size == 0:
         zeros = jnp.zeros((num_experts + 1,), i32)
         return Plan(zeros[1:], zeros, jnp.zeros((0,), i32), jnp.zeros((t, k), i32))

@@ -148,6 +148,23 @@ def test_plan_is_a_stable_sort(t, k, e, capacity):
     check_plan(ids, dropless.plan(jnp.asarray(ids), e, capacity=capacity), e, capacity)
 
 
+def test_plan_of_routed_ids_inside_a_gradient():
+    logits, x = logits_of(7, 5), logits_of(7, 3, seed=1)
+    cfg = config(5, 2, renormalize=False)
+
+    def moved(logits):
+        routing = dropless.route(logits, cfg)
+        plan = dropless.plan(routing.ids, 5)
+        return jnp.sum(dropless.unpermute(dropless.permute(x, plan), plan, routing.weights)), plan
+
+    def in_place(logits):
+        return jnp.sum(dropless.route(logits, cfg).weights * x.sum(-1, keepdims=True))
+
+    gradient, plan = jax.grad(moved, has_aux=True)(logits)
+    check_plan(np.asarray(dropless.route(logits, cfg).ids), plan, 5)
+    np.testing.assert_allclose(gradient, jax.grad(in_place)(logits), rtol=1e-5, atol=1e-6)
+
+
 def test_g1_plan_is_the_same_every_time():
     logits = logits_of(4097, 128, dtype=jnp.bfloat16)
     function = jax.jit(lambda x: dropless.route(x, config(128, 16)))

@@ -1,0 +1,83 @@
+"""Every target inside captured CUDA graphs, replayed and updated, and outside of any: same bits.
+
+XLA records runs of thunks into command buffers (CUDA graphs). They are forced on, for every custom
+call from the first on, and off, in processes of their own. Skipped without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dropless import _library
+
+try:
+    GPU = jax.devices("gpu")[0]
+except RuntimeError:
+    GPU = None
+pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+
+HERE = Path(__file__).parent
+FLAGS = {
+    "on": "--xla_gpu_graph_min_graph_size=1"
+    " --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
+    "off": "--xla_gpu_enable_command_buffer=",
+}
+# Without it a profiler's trace is taken with command buffers off.
+TRACED = "--xla_enable_command_buffers_during_profiling=true"
+
+
+def start(setting, folder):
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"{FLAGS[setting]} {TRACED} --xla_dump_to={folder}",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "every_target.py")],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def thunks_of(folder):
+    """The program's thunks as XLA runs them, after it made command buffers."""
+    (file,) = folder.glob("*jit_step.*thunk_sequence_after_thunk_passes*")
+    return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folders = {setting: tmp_path_factory.mktemp(setting) for setting in FLAGS}
+    programs = {setting: start(setting, folder) for setting, folder in folders.items()}
+    results = {}
+    for setting, program in programs.items():
+        out, err = program.communicate(timeout=300)
+        assert program.returncode == 0, err[-3000:]
+        results[setting] = json.loads(out.splitlines()[-1])
+    return {setting: (results[setting], thunks_of(folders[setting])) for setting in FLAGS}
+
+
+def test_every_target_is_in_the_program(runs):
+    for result, _ in runs.values():
+        assert result["targets"] == sorted(_library.OPS)
+        assert result["finite"]
+        assert result["routings"] > 12
+
+
+def test_command_buffers_hold_the_custom_calls(runs):
+    result, thunks = runs["on"]
+    assert "kCommandBuffer" in thunks
+    assert result["executions"] >= 3  # at least one in each of the traced steps
+    result, thunks = runs["off"]
+    assert "kCommandBuffer" not in thunks
+    assert result["executions"] == 0
+
+
+def test_the_same_bits_with_and_without(runs):
+    assert runs["on"][0]["digest"] == runs["off"][0]["digest"]
