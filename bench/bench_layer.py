@@ -60,8 +60,29 @@ def prepared_call(cfg, x, params, cotangent):
     )
 
 
-def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared, beside=()):
-    """name -> call for one shape and precision; `beside`: precisions timed beside it."""
+def other_calls(cfg, x, params, cotangent, also, prepared):
+    """name -> call of the layer under the conditions that ``also`` names."""
+    import dropless
+
+    calls = {}
+    if "zipf" in also:
+        router = params["router"] | {"bias": zipf_bias(cfg.num_experts)}
+        skewed = replace(cfg, router=dropless.RouterConfig(bias=True))
+        calls["dropless_zipf"] = layer_call(skewed, x, params | {"router": router}, cotangent)
+    if "float32_params" in also:
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), params["experts"])
+        params = params | {"experts": wide}
+        calls["dropless_float32_params"] = layer_call(cfg, x, params, cotangent)
+        if prepared:
+            calls["dropless_float32_params_prepared"] = prepared_call(cfg, x, params, cotangent)
+    return calls
+
+
+def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared, beside=(), also=()):
+    """name -> call for one shape and precision.
+
+    `beside`: precisions timed beside it; `also`: conditions of the layer timed beside it.
+    """
     import dropless
 
     dtype = DTYPES[precision]
@@ -94,6 +115,7 @@ def variants(shape, precision, param_dtype, skewed, with_ragged_dot, prepared, b
             calls[f"dropless{name}_prepared"] = prepared_call(
                 replace(cfg, precision=p), x, params, cotangent
             )
+    calls |= other_calls(cfg, x, params, cotangent, also, prepared)
     if with_ragged_dot and not skewed:
         calls["ragged_dot"] = grad_call(
             lambda x, p: peers.ragged_dot_layer(x, p, cfg.experts_per_token, dtype),
@@ -136,6 +158,11 @@ def row(shape, precision, times, **extra):
         "times": times,
         "tflops": shape.flops / ours / 1e9,
         "dense_over_ours": dense / ours,
+        "dense_over": {
+            name: dense / time["median_ms"]
+            for name, time in times.items()
+            if name.startswith("dropless_")
+        },
         "dense_ffn_over_ours": times["dense_ffn"]["median_ms"] / ours,
     }
     if "ragged_dot" in times:
@@ -186,6 +213,7 @@ def points(args, table):
         calls = variants(
             *(table[name], precision, dtype, routing == "zipf", ragged_dot, args.prepared),
             beside=args.beside,
+            also=args.also,
         )
         labels = {"routing": routing, "params": str(jnp.dtype(dtype))}
         yield table[name], precision, labels, calls
@@ -206,6 +234,13 @@ def main() -> None:
     )
     parser.add_argument(
         "--beside", nargs="*", default=[], help="precisions of our layer timed in the same rounds"
+    )
+    parser.add_argument(
+        "--also",
+        nargs="*",
+        default=[],
+        choices=("zipf", "float32_params"),
+        help="the layer with skewed routing, with float32 parameters, in the same rounds",
     )
     parser.add_argument("--prepared", action="store_true", help="also time experts prepared once")
     parser.add_argument("--rounds", type=int, default=20)

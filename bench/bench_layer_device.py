@@ -180,8 +180,13 @@ def memory(name: str, tokens: int, steps: int) -> dict:
         counts = jnp.bincount(
             jnp.argmax(x @ params["router"]["kernel"], -1), length=shape.num_experts
         )
-        moved = jax.tree.map(lambda p, g: p - (1e-4 * g).astype(p.dtype), params, grads)
-        return moved, jnp.argmax(counts)
+
+        def moved(p, g):  # by a thousandth of its length
+            p32, g32 = p.astype(jnp.float32), g.astype(jnp.float32)
+            scale = 1e-3 * jnp.linalg.norm(p32) / jnp.maximum(jnp.linalg.norm(g32), 1e-30)
+            return (p32 - scale * g32).astype(p.dtype)
+
+        return jax.tree.map(moved, params, grads), jnp.argmax(counts)
 
     device = jax.devices()[0]
     in_use, peak, fullest = [], [], set()
@@ -198,6 +203,7 @@ def memory(name: str, tokens: int, steps: int) -> dict:
         "tokens": tokens,
         "steps": steps,
         "experts_that_were_fullest": len(fullest),
+        "finite": all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)),
         "in_use_after_3": in_use[2],
         "most_in_use_later": max(in_use[3:]),
         "peak_after_3": peak[2],

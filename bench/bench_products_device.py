@@ -55,7 +55,7 @@ def call(function, *arguments):
 
 def our_kernels(trace: dict) -> float:
     """Microseconds a call of the kernels that are Dropless's own."""
-    return sum(us for name, (_, us) in trace["kernels"].items() if "dropless" in name)
+    return sum(us for name, us in trace["us"].items() if "dropless" in name)
 
 
 def products(name: str) -> list[dict]:
@@ -134,7 +134,7 @@ def ceilings() -> dict:
     return {
         "dense_tflops": 2 * 8192**3 / dense_us * 1e-6,
         "copy_bytes_per_second": 2 * source.nbytes / copied["busy_us"] * 1e6,
-        "copy_is": sorted(copied["kernels"]),
+        "copy_is": sorted(copied["names"]),
     }
 
 

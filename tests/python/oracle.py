@@ -220,7 +220,7 @@ def assert_slopes(cfg, gradients, x, params, mask, dy, coefficients, bound):
 
     Along a random direction of length 1 an error of n independent elements shows with its root mean
     square, which is ``bound`` times that of the gradient; eight of them are allowed: four standard
-    deviations, and twice for ``_spread``. Nothing here uses a derivative.
+    deviations, and twice for ``spread``. Nothing here uses a derivative.
     """
     rng = np.random.default_rng(11)
     with jax.enable_x64(True):
@@ -279,7 +279,7 @@ def rms(a):
     return float(np.sqrt(np.mean(np.square(np.asarray(a, np.float64))))) if np.size(a) else 0.0
 
 
-def _spread(values):
+def spread(values):
     """How far the rms of so many errors may exceed what is expected of it.
 
     The mean square of n normal errors has a relative standard deviation of sqrt(2 / n); three of
@@ -302,7 +302,7 @@ def assert_rows_close(name, got, want, bound):
 
 
 def assert_close(name, got, want, bound, *, groups=False, values=None):
-    """Root-mean-square error relative to that of ``want``, at most ``bound`` times ``_spread``.
+    """Root-mean-square error relative to that of ``want``, at most ``bound`` times ``spread``.
 
     No error is above 16 times the bound: a number 8 times the rms, as among a thousand products of
     two normal ones, may be off by the unit roundoff, of which the bound takes half.
@@ -323,7 +323,7 @@ def assert_close(name, got, want, bound, *, groups=False, values=None):
             assert not g.any(), f"{name}[{index}]: must be exactly 0"
             continue
         independent = w.size if values is None else min(w.size, values[index])
-        limit = bound * _spread(independent)
+        limit = bound * spread(independent)
         error = rms(g - w) / max(rms(w), 0.1 * scale)
         largest = np.abs(g - w).max() / max(rms(w), 0.1 * scale)
         assert error <= limit, f"{name}[{index}]: rms error {error:.2e} > {limit:.2e}"
