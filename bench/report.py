@@ -1,13 +1,16 @@
-"""Writes the README's results table from the committed result files.
+"""Writes the README's results table, and a roofline plot, from the committed result files.
 
-python bench/report.py          rewrite the table in README.md
-python bench/report.py --check  exit 1 if README.md does not hold it
+python bench/report.py                      rewrite the table in README.md
+python bench/report.py --check              exit 1 if README.md does not hold it
+python bench/report.py --roofline PLOT.png  draw the GPU's layers under its roofline
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+
+import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -54,11 +57,54 @@ def layer_table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def roofline(path: str) -> None:
+    """The layers of layer_gpu_h200.json under the ceilings that gpu_products_h200.json measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    results = ROOT / "bench" / "results"
+    layers = json.loads((results / "layer_gpu_h200.json").read_text())
+    ceilings = json.loads((results / "gpu_products_h200.json").read_text())["dense"]
+    peak, rate = ceilings["dense_tflops"], ceilings["copy_bytes_per_second"]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xscale="log")
+    intensity = [2.0 ** (i / 8) for i in range(40, 89)]  # 32 to 2048
+    roof = [min(peak, rate * x * 1e-12) for x in intensity]
+    axes.plot(intensity, roof, color="black", label="copy, and one dense product, as measured")
+    for row in layers["layer"]:
+        if row["routing"] != "uniform" or row["precision"] != "bf16":
+            continue
+        shape = shapes.Shape(**row["shape"])
+        dense = min(row["times"][name]["median_ms"] for name in ("dense_ffn", "six_gemms"))
+        x = shape.flops / shape.bytes
+        axes.plot(x, row["tflops"], "o", color="tab:blue")
+        axes.plot(x, shape.flops / dense / 1e9, "_", color="tab:orange", markersize=12)
+        axes.annotate(
+            shape.name, (x, row["tflops"]), xytext=(4, -10), textcoords="offset points", fontsize=8
+        )
+    axes.plot([], [], "o", color="tab:blue", label="layer, forward and backward")
+    axes.plot([], [], "_", color="tab:orange", label="D, the dense GEMMs of the same FLOPs")
+    axes.set(
+        xlabel="FLOP a byte, every launch's operands read once",
+        ylabel="TFLOP/s",
+        ylim=(0, None),
+        title=f"bfloat16, {machine(layers['environment'])}",
+    )
+    axes.title.set_fontsize(9)
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
 def main() -> int:
     """Replaces what stands between the README's two markers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--roofline", metavar="PLOT.png", help="draw the roofline instead")
     args = parser.parse_args()
+    if args.roofline:
+        roofline(args.roofline)
+        return 0
     readme = ROOT / "README.md"
     text = readme.read_text()
     head, rest = text.split(BEGIN)

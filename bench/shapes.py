@@ -17,6 +17,16 @@ class Shape:
         """Forward and backward of a gated FFN: 18·T·K·H·I; router and data moves count nothing."""
         return 18 * self.tokens * self.experts_per_token * self.model_dim * self.expert_dim
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the same in bfloat16 where each of eight fused launches reads its operands once.
+
+        Up, down, combine; and backward the gradients to A, to both weights, to rows and to x:
+        16·M·H + 28·M·I + 18·E·H·I + 4·T·H, with M = T·K rows.
+        """
+        rows, h, i = self.tokens * self.experts_per_token, self.model_dim, self.expert_dim
+        return 16 * rows * h + 28 * rows * i + 18 * self.num_experts * h * i + 4 * self.tokens * h
+
 
 # Full layers of public models, as one GPU sees them.
 GPU = {

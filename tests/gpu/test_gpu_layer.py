@@ -7,6 +7,7 @@ DROPLESS_GPU_PATH=sm80.
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -161,3 +162,46 @@ def test_an_idle_expert_has_no_gradient():
     for gradient in dparams["experts"].values():
         assert not np.asarray(gradient)[3].any()
         assert np.asarray(gradient)[2].any()
+
+
+def test_memory_is_flat_over_training_steps_with_changing_routing():
+    """Device memory after step 3 is that after step 200."""
+    cfg, x, params, dy = case("mixtral", jnp.float32)
+    x, params, dy = jax.device_put((x, params, dy), GPU)
+    keys = list(jax.random.split(jax.random.key(0), 200))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params, x, dy, key):
+        # Another direction in every token at every step: other experts are crowded.
+        x = x + 3 * jax.random.normal(key, (x.shape[1],), x.dtype)
+
+        def loss(params):
+            y, aux = dropless.moe(x, params, cfg)
+            return jnp.sum(y.astype(jnp.float32) * dy) / dy.size, aux.expert_counts
+
+        gradients, counts = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), counts
+
+    in_use, peak, routings = [], [], set()
+    for key in keys:
+        params, counts = jax.block_until_ready(step(params, x, dy, key))
+        routings.add(np.asarray(counts).tobytes())
+        del counts
+        stats = GPU.memory_stats()
+        in_use.append(stats["bytes_in_use"])
+        peak.append(stats["peak_bytes_in_use"])
+    assert len(routings) > 100
+    assert max(in_use[3:]) <= in_use[2] and peak[-1] == peak[2]
+
+
+def test_every_device_gives_the_same_bits():
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("one GPU")
+    cfg, x, params, dy = case("mixtral", jnp.float32)
+    results = []
+    for device in devices:
+        out = gradients(cfg)(*jax.device_put((x, params, dy), device))
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(out))
+        results.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out)])
+    assert all(result == results[0] for result in results)
