@@ -11,6 +11,7 @@ import functools
 import itertools
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -141,11 +142,15 @@ def layer(tokens, model_dim, expert_dim, experts, chosen):
         return {"y": y, "x": dx, **{jax.tree_util.keystr(p): g for p, g in named}}
 
     want = run({"precision": "f32"}, x.astype(jnp.float32))
-    found = []
-    for name, options in OPTIONS.items():
+
+    def errors(options):
         got = run(options, x)
-        errors = {key: relative(got[key], want[key]) for key in want}
-        found.append({"options": name, "relative_error": errors})
+        return {key: relative(got[key], want[key]) for key in want}
+
+    with ThreadPoolExecutor(len(OPTIONS)) as workers:  # most of the time goes to compiling
+        measured = list(workers.map(errors, OPTIONS.values()))
+    named = zip(OPTIONS, measured, strict=True)
+    found = [{"options": name, "relative_error": each} for name, each in named]
     sizes = {"tokens": tokens, "model_dim": model_dim, "expert_dim": expert_dim}
     return {**sizes, "experts": experts, "chosen": chosen, "found": found}
 
@@ -161,20 +166,14 @@ def main() -> None:
     if args.small:
         grid = [((130, 0, 61), 144, 208)], [(96, 144, 80, 6, 2)]
     else:
-        sizes = [(900, 1100, 1500, 596), (900, 1100, 1500, 596)]
-        grid = (
-            [(sizes[0], 2048, 1024), (sizes[1], 7168, 2048)],
-            [(4096, 2048, 1024, 16, 4), (4096, 4096, 1536, 32, 8)],
-        )
-    payload = {
-        "environment": environment,
-        "products": [products(*case) for case in grid[0]],
-        "layers": [layer(*case) for case in grid[1]],
-    }
-    for case in payload["products"] + payload["layers"]:
-        for found in case["found"]:
-            print(found, flush=True)
-    harness.write(args.out, payload)
+        grid = [((900, 1100, 1500, 596), 4096, 1536)], [(4096, 2048, 1024, 16, 4)]
+    payload = {"environment": environment}
+    for part, measure, cases in (("layers", layer, grid[1]), ("products", products, grid[0])):
+        payload[part] = [measure(*case) for case in cases]
+        for case in payload[part]:
+            for found in case["found"]:
+                print(found, flush=True)
+        harness.write(args.out, payload)
 
 
 if __name__ == "__main__":
