@@ -67,10 +67,25 @@ class Routing(Plan):
     ids: jax.Array
     weights: jax.Array
     prob_sum: jax.Array
-    lse_square_sum: jax.Array
-    entropy_sum: jax.Array
-    tokens: jax.Array
-    nonfinite_logits: jax.Array
+    # As the engine returns them: scalars of their own would cost a copy each, read or not.
+    _sums: jax.Array  # [2] float32
+    _counters: jax.Array  # [2] int32
+
+    @property
+    def lse_square_sum(self) -> jax.Array:
+        return self._sums[..., 0]  # with the axes of vmap in front
+
+    @property
+    def entropy_sum(self) -> jax.Array:
+        return self._sums[..., 1]
+
+    @property
+    def tokens(self) -> jax.Array:
+        return self._counters[..., 0]
+
+    @property
+    def nonfinite_logits(self) -> jax.Array:
+        return self._counters[..., 1]
 
 
 def check_rows(tokens: int, experts_per_token: int) -> None:
@@ -184,7 +199,7 @@ def route(
         weights = jnp.where(ids < 0, 0.0, mixed)
     if expert_scale is not None:
         weights = _scale_by_expert(*unify_axes((weights, expert_scale)), ids)
-    return Routing(*places, ids, weights, prob_sum, sums[0], sums[1], counters[0], counters[1])
+    return Routing(*places, ids, weights, prob_sum, sums, counters)
 
 
 def _check_vector(name: str, value: jax.Array | None, wanted: bool, e: int) -> None:
@@ -205,8 +220,7 @@ def _route_nothing(e: int, k: int) -> Routing:
     return Routing(
         counts=zeros(e), offsets=zeros(e + 1), slot_of_row=zeros(0), row_of_slot=zeros(0, k),
         ids=zeros(0, k), weights=zeros(0, k, dtype=f32), prob_sum=zeros(e, dtype=f32),
-        lse_square_sum=zeros(dtype=f32), entropy_sum=zeros(dtype=f32), tokens=zeros(),
-        nonfinite_logits=zeros(),
+        _sums=zeros(2, dtype=f32), _counters=zeros(2),
     )  # fmt: skip
 
 
