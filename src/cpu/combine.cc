@@ -11,6 +11,13 @@
 #include "cpu/vector_ops.h"
 
 namespace dropless::cpu {
+namespace {
+
+// Results of this size are in no cache when they are read: they are written past the caches, which
+// saves reading their lines first. The last-level caches of servers hold 32 MiB and more.
+constexpr int64_t kStreamedBytes = int64_t{32} << 20;
+
+}  // namespace
 
 Status combine(const CombineArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
@@ -23,6 +30,7 @@ Status combine(const CombineArgs& args, Executor& executor) try {
   const int32_t* row_of_slot = args.row_of_slot.as<int32_t>();
   const VectorOps& ops = vector_ops();
   prefer_large_pages({args.out});
+  const bool streaming = args.out.bytes() >= kStreamedBytes;
   const int64_t chunk = rows_per_chunk(row_bytes * per_token + out_bytes);
   for_chunks(executor, tokens, chunk, [&](int64_t begin, int64_t end) {
     std::vector<const void*> sources(static_cast<size_t>(per_token));
@@ -44,7 +52,7 @@ Status combine(const CombineArgs& args, Executor& executor) try {
       }
       ops.weighted_sum(sources.data(), weights.data(), static_cast<int64_t>(count),
                        args.rows.dtype == DType::kBF16, width, row_address(args.out, t, out_bytes),
-                       args.out.dtype == DType::kBF16);
+                       args.out.dtype == DType::kBF16, streaming);
     }
   });
   return Status();

@@ -71,6 +71,29 @@ DROPLESS_INLINE void store_some(T* p, V v, int64_t n) {
   __builtin_memcpy(p, &v, n * sizeof(T));
 }
 
+// As store, past the caches: for results larger than those, whose lines would else be read before
+// they are written. `p` is a multiple of the vector's size; whoever used it calls end_streams().
+template <class V, class T>
+DROPLESS_INLINE void stream(T* p, V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+  if constexpr (sizeof(V) == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
+#endif
+  store(p, v);
+}
+
+// Makes what stream() wrote visible to other threads.
+DROPLESS_INLINE void end_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // As load and store if count == kLanes, else as their _some forms.
 template <class V, class T>
 DROPLESS_INLINE V get(const T* p, int64_t count) {

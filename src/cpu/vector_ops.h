@@ -29,9 +29,10 @@ struct RouterGradient {
 };
 
 struct VectorOps {
-  // out[n] = sum over k < count of weights[k] * rows[k][n], in that order.
+  // out[n] = sum over k < count of weights[k] * rows[k][n], in that order. `streaming`: past the
+  // caches, for results that are larger.
   void (*weighted_sum)(const void* const* rows, const float* weights, int64_t count, bool rows_bf16,
-                       int64_t n, void* out, bool out_bf16);
+                       int64_t n, void* out, bool out_bf16, bool streaming);
   // d_row[n] = weight * dy[n]; returns the dot product of dy and row.
   float (*scale_and_dot)(const void* dy, bool dy_bf16, const void* row, bool rows_bf16,
                          float weight, int64_t n, void* d_row);

@@ -18,6 +18,7 @@ struct F32 {
   static DROPLESS_INLINE VF read(const float* p) { return load<VF>(p); }
   static DROPLESS_INLINE VF read(const float* p, int64_t n) { return load_some<VF>(p, n); }
   static DROPLESS_INLINE void write(float* p, VF v) { store(p, v); }
+  static DROPLESS_INLINE void write_streaming(float* p, VF v) { stream(p, v); }
   static DROPLESS_INLINE void write(float* p, VF v, int64_t n) { store_some(p, v, n); }
 };
 
@@ -28,12 +29,13 @@ struct Bf16 {
     return widen_bf16(load_some<VH>(p, n));
   }
   static DROPLESS_INLINE void write(uint16_t* p, VF v) { store(p, narrow_bf16(v)); }
+  static DROPLESS_INLINE void write_streaming(uint16_t* p, VF v) { stream(p, narrow_bf16(v)); }
   static DROPLESS_INLINE void write(uint16_t* p, VF v, int64_t n) {
     store_some(p, narrow_bf16(v), n);
   }
 };
 
-template <class Row, class Out>
+template <class Row, class Out, bool kStreaming>
 void weighted_sum_as(const void* const* rows, const float* weights, int64_t count, int64_t n,
                      void* out) {
   using Source = const typename Row::Element*;
@@ -52,8 +54,15 @@ void weighted_sum_as(const void* const* rows, const float* weights, int64_t coun
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kAtOnce; ++v) Out::write(y + i + v * kLanes, totals[v]);
+    for (int v = 0; v < kAtOnce; ++v) {
+      if constexpr (kStreaming) {
+        Out::write_streaming(y + i + v * kLanes, totals[v]);
+      } else {
+        Out::write(y + i + v * kLanes, totals[v]);
+      }
+    }
   }
+  if constexpr (kStreaming) end_streams();
   for (; i + kLanes <= n; i += kLanes) {
     VF total{};
     for (int64_t k = 0; k < count; ++k) {
@@ -69,14 +78,24 @@ void weighted_sum_as(const void* const* rows, const float* weights, int64_t coun
   Out::write(y + i, total, n - i);
 }
 
-void weighted_sum(const void* const* rows, const float* weights, int64_t count, bool rows_bf16,
-                  int64_t n, void* out, bool out_bf16) {
-  if (rows_bf16) {
-    return out_bf16 ? weighted_sum_as<Bf16, Bf16>(rows, weights, count, n, out)
-                    : weighted_sum_as<Bf16, F32>(rows, weights, count, n, out);
+template <class Row, class Out>
+void weighted_sum_to(const void* const* rows, const float* weights, int64_t count, int64_t n,
+                     void* out, bool streaming) {
+  // Vectors that reach into a line of another call would be written twice.
+  if (streaming && reinterpret_cast<uintptr_t>(out) % 64 == 0) {
+    return weighted_sum_as<Row, Out, true>(rows, weights, count, n, out);
   }
-  return out_bf16 ? weighted_sum_as<F32, Bf16>(rows, weights, count, n, out)
-                  : weighted_sum_as<F32, F32>(rows, weights, count, n, out);
+  weighted_sum_as<Row, Out, false>(rows, weights, count, n, out);
+}
+
+void weighted_sum(const void* const* rows, const float* weights, int64_t count, bool rows_bf16,
+                  int64_t n, void* out, bool out_bf16, bool streaming) {
+  if (rows_bf16) {
+    return out_bf16 ? weighted_sum_to<Bf16, Bf16>(rows, weights, count, n, out, streaming)
+                    : weighted_sum_to<Bf16, F32>(rows, weights, count, n, out, streaming);
+  }
+  return out_bf16 ? weighted_sum_to<F32, Bf16>(rows, weights, count, n, out, streaming)
+                  : weighted_sum_to<F32, F32>(rows, weights, count, n, out, streaming);
 }
 
 template <class Dy, class Row>

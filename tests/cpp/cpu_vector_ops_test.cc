@@ -1,7 +1,9 @@
 // The row arithmetic of every instruction set this processor runs, against double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "cpu/gemm_kernel.h"
@@ -59,9 +61,19 @@ TEST_P(VectorOpsTest, D8_WeightedSumOfAnyWidth) {
             for (int64_t k = 0; k < count; ++k) sum += w[k] * x[k * n + i];
             expected.set(i, sum);
           }
-          ops.weighted_sum(addresses.data(), w.as<float>(), count, rows == DType::kBF16, n,
-                           got.view().data, out == DType::kBF16);
-          EXPECT_TRUE(close(got, expected, rounded_to(out) + fp32_sum(count))) << n;
+          // Past the caches only whole, aligned lines are written: also tried one element further.
+          for (const int64_t shift : {-1, 0, 1}) {
+            alignas(64) uint8_t line[1024];
+            std::memset(line, 0xff, sizeof(line));
+            uint8_t* place = line + std::max<int64_t>(shift, 0) * size_of(out);
+            ops.weighted_sum(addresses.data(), w.as<float>(), count, rows == DType::kBF16, n, place,
+                             out == DType::kBF16, /*streaming=*/shift >= 0);
+            std::memcpy(got.view().data, place, static_cast<size_t>(got.view().bytes()));
+            EXPECT_TRUE(close(got, expected, rounded_to(out) + fp32_sum(count))) << n;
+            for (const uint8_t* p = place + got.view().bytes(); p < line + sizeof(line); ++p) {
+              EXPECT_EQ(*p, 0xff) << n;
+            }
+          }
         }
       }
     }
