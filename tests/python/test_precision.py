@@ -157,3 +157,20 @@ def test_prepared_experts_follow_the_tokens_of_their_calls(monkeypatch):
     assert prepared().precision == "bf16"
     with pytest.raises(ValueError, match="tokens.*0"):
         prepared(tokens=0)
+
+
+def test_the_choice_sees_the_tokens_of_one_device(monkeypatch):
+    seen = []
+
+    def choose(cfg, dtype, device, sizes):
+        seen.append(sizes)
+        return choose_precision(cfg, dtype, device, sizes)
+
+    monkeypatch.setattr("dropless._moe.choose_precision", choose)
+    cfg = dropless.MoEConfig(4, 2, 24)
+    params = dropless.init(jax.random.key(0), 16, cfg, param_dtype=jnp.bfloat16)
+    x = jnp.ones((8, 3, 16))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    dropless.moe(x, params, cfg)
+    dropless.moe(x, params, cfg, mesh=mesh)
+    assert seen == [LayerSizes(24, 16, 24, 2), LayerSizes(6, 16, 24, 2)]
