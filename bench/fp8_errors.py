@@ -164,7 +164,7 @@ def main() -> None:
     said = [a for a in sys.argv[1:] if a not in ("--out", args.out)]
     environment = harness.environment(shlex.join(["python", "bench/fp8_errors.py", *said]))
     if args.small:
-        grid = [((130, 0, 61), 144, 208)], [(96, 144, 80, 6, 2)]
+        grid = [((300, 0, 161), 528, 208)], [(512, 528, 272, 6, 2)]
     else:
         grid = [((900, 1100, 1500, 596), 4096, 1536)], [(4096, 2048, 1024, 16, 4)]
     payload = {"environment": environment}
