@@ -39,8 +39,8 @@ def threaded_copy(nbytes: int):
 
 def combine_in_jax(rows, routing):
     """y[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], summed in float32."""
-    gathered = rows[routing.row_of_slot].astype(jnp.float32)
-    return jnp.einsum("tkh,tk->th", gathered, routing.weights).astype(rows.dtype)
+    gathered = rows[routing["row_of_slot"]].astype(jnp.float32)
+    return jnp.einsum("tkh,tk->th", gathered, routing["weights"]).astype(rows.dtype)
 
 
 def steps(route, combine):
