@@ -22,14 +22,14 @@ import numpy as np
 
 import dropless
 import harness
+import shapes
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-ZIPF = 0.6  # exponent of the skewed groups, as in bench_layer.py
 
 
 def group_sizes(rows: int, experts: int, skewed: bool) -> np.ndarray:
     """[E] rows of each expert: equal, or falling like (e + 1)^-0.6."""
-    share = np.arange(1, experts + 1) ** (-ZIPF if skewed else 0.0)
+    share = np.arange(1, experts + 1) ** (-shapes.ZIPF if skewed else 0.0)
     ends = np.rint(rows * np.cumsum(share) / share.sum()).astype(np.int32)
     return np.diff(ends, prepend=0).astype(np.int32)
 

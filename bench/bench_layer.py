@@ -21,13 +21,11 @@ import peers
 import shapes
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}
-# Zipf exponent of the skewed routing: the most loaded of 64 experts gets about 5 times the mean.
-ZIPF = 0.6
 
 
 def zipf_bias(num_experts: int) -> jax.Array:
     """[E] router bias under which expert e is chosen about in proportion to (e + 1)^-0.6."""
-    return -ZIPF * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))
+    return -shapes.ZIPF * jnp.log(jnp.arange(1, num_experts + 1, dtype=jnp.float32))
 
 
 def grad_call(layer, x, params, cotangent, *fixed):

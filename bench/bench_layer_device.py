@@ -13,11 +13,9 @@ stack:    24 layers in a scan, with and without slices that are read in place, a
 import argparse
 import dataclasses
 import functools
-import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +133,6 @@ def stack(name: str, tokens: int, layers: int) -> dict:
             "expert_matrix_copies": matrix_copies(step.as_text(), shape),
             "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
         }
-        if dump := os.environ.get("BENCH_STACK_TEXT"):
-            Path(dump, f"{kind}_{tokens}.txt").write_text(step.as_text())
         calls[kind] = lambda step=step, weights=weights: step(x, weights)[0]
     for kind, times in harness.interleave(calls, rounds=7, seconds=4, warmup=1).items():
         result[kind]["step"] = times

@@ -22,17 +22,6 @@ import harness
 import shapes
 from device_trace import device_time
 
-# name -> M rows, E groups, N columns, C contraction.
-PRODUCTS = {
-    "olmoe_fc1": (131072, 64, 2048, 2048),
-    "olmoe_fc2": (131072, 64, 2048, 1024),
-    "qwen3_fc1": (131072, 128, 1536, 2048),
-    "qwen3_fc2": (131072, 128, 2048, 768),
-    "mixtral_fc1": (16384, 8, 28672, 4096),
-    "mixtral_fc2": (16384, 8, 4096, 14336),
-    "dsv3_fc1": (16384, 32, 4096, 7168),
-    "dsv3_fc2": (16384, 32, 7168, 2048),
-}
 REPEATS = 15
 
 
@@ -42,10 +31,7 @@ def normal(key, shape, dtype=jnp.bfloat16):
 
 
 def group_sizes(rows: int, groups: int) -> jax.Array:
-    """Sizes within 30 % of the mean, never a multiple of anything on purpose."""
-    weight = np.random.default_rng(7).uniform(0.7, 1.3, groups)
-    ends = np.rint(np.cumsum(weight) / weight.sum() * rows).astype(np.int32)
-    return jnp.asarray(np.diff(ends, prepend=0))
+    return jnp.asarray(np.diff(shapes.ragged_ends(rows, groups), prepend=0), jnp.int32)
 
 
 def call(function, *arguments):
@@ -59,7 +45,7 @@ def our_kernels(trace: dict) -> float:
 
 
 def products(name: str) -> list[dict]:
-    rows, groups, columns, contraction = PRODUCTS[name]
+    rows, groups, columns, contraction = shapes.PRODUCTS[name]
     keys = jax.random.split(jax.random.key(0), 3)
     x = normal(keys[0], (rows, contraction))
     dy = normal(keys[1], (rows, columns))
@@ -142,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--peers", help="what tools/gpu/peers_grouped.py printed in the same run")
-    parser.add_argument("--products", nargs="*", default=list(PRODUCTS))
+    parser.add_argument("--products", nargs="*", default=list(shapes.PRODUCTS))
     args = parser.parse_args()
     payload = {
         "environment": harness.environment("python bench/bench_products_device.py"),

@@ -55,7 +55,7 @@ def device_time(call: Callable[[], object], repeats: int = 10, batches: int = 1)
     names: dict[str, int] = {}
     for event in calls[0]:
         names[event.name] = names.get(event.name, 0) + 1
-    spent = dict.fromkeys(names, 0.0)
+    spent: dict[str, float] = {}
     for event in events:
         spent[event.name] = spent.get(event.name, 0.0) + event.duration_us / (repeats * batches)
     busy = [sum(event.duration_us for event in one) / batches for one in calls]

@@ -8,7 +8,6 @@ counted among the arguments; "every call" programs prepare them themselves.
 
 import argparse
 import itertools
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -85,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

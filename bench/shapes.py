@@ -1,5 +1,6 @@
 """Named shapes: H model width, I expert width, E experts, K experts per token, T tokens."""
 
+import random
 from dataclasses import dataclass
 
 
@@ -51,3 +52,25 @@ CPU = {
         Shape("e64-k8-m16384", 2048, 512, 512, 64, 8),
     )
 }
+
+# The products of the same models: name -> M rows, E groups, N columns, C contraction.
+PRODUCTS = {
+    "olmoe_fc1": (131072, 64, 2048, 2048),
+    "olmoe_fc2": (131072, 64, 2048, 1024),
+    "qwen3_fc1": (131072, 128, 1536, 2048),
+    "qwen3_fc2": (131072, 128, 2048, 768),
+    "mixtral_fc1": (16384, 8, 28672, 4096),
+    "mixtral_fc2": (16384, 8, 4096, 14336),
+    "dsv3_fc1": (16384, 32, 4096, 7168),
+    "dsv3_fc2": (16384, 32, 7168, 2048),
+}
+
+# Exponent of skewed groups and routing: the most loaded of 64 experts gets about 5 times the mean.
+ZIPF = 0.6
+
+
+def ragged_ends(rows: int, groups: int) -> list[int]:
+    """Where each group of rows ends: sizes within 30 % of the mean, multiples of nothing."""
+    source = random.Random(7)
+    weights = [source.uniform(0.7, 1.3) for _ in range(groups)]
+    return [round(sum(weights[: i + 1]) / sum(weights) * rows) for i in range(groups)]

@@ -2,7 +2,7 @@
 
     python tests/gpu/every_target.py
 
-Prints a JSON object: the targets in the program, a digest of every result of every step, and how
+Prints a JSON object: the targets in the program, a digest of each result over all steps, and how
 often XLA executed a command buffer in the traced steps. test_gpu_command_buffers.py runs it with
 command buffers forced on and off: XLA reads its flags once a process.
 """
@@ -82,9 +82,10 @@ def without_biases(params):
     return {**params, "experts": experts}
 
 
-def digest(results, state):
-    for leaf in jax.tree.leaves(results):
-        state.update(np.asarray(leaf).tobytes())
+def digest(results, states):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
+        name = jax.tree_util.keystr(path)
+        states.setdefault(name, hashlib.sha256()).update(np.asarray(leaf).tobytes())
 
 
 def executions(folder) -> int:
@@ -100,10 +101,10 @@ def main() -> None:
     x, dy = (jax.random.normal(jax.random.key(i), (T, H)) for i in (1, 2))
     x = x.astype(jnp.bfloat16)
     text = step.lower(x, params, dy).as_text()
-    state, counts, kept = hashlib.sha256(), set(), []
+    states, counts, kept = {}, set(), []
     for i in range(STEPS):
         x, results = step(x, params, dy)
-        digest(results, state)
+        digest(results, states)
         counts.add(np.asarray(results["bf16"][0][1][1].expert_counts).tobytes())
         if i % KEPT == 0:
             kept.append(results)
@@ -115,7 +116,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "digest": state.hexdigest(),
+                "digests": {name: state.hexdigest() for name, state in states.items()},
                 "routings": len(counts),
                 "targets": sorted(set(re.findall(r"@dropless_(\w+)_c\d+", text))),
                 "finite": all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(kept)),

@@ -12,16 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
+from gpu import needs_gpu
 
 from dropless import _library
 
-try:
-    GPU = jax.devices("gpu")[0]
-except RuntimeError:
-    GPU = None
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 HERE = Path(__file__).parent
 FLAGS = {
@@ -29,6 +25,9 @@ FLAGS = {
     " --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
     "off": "--xla_gpu_enable_command_buffer=",
 }
+# XLA's own products (the router's) take the algorithm that was fastest when they were compiled, so
+# two compilations may sum in another order: without tuning both take the same.
+SAME = "--xla_gpu_autotune_level=0"
 # Without it a profiler's trace is taken with command buffers off.
 TRACED = "--xla_enable_command_buffers_during_profiling=true"
 
@@ -36,7 +35,7 @@ TRACED = "--xla_enable_command_buffers_during_profiling=true"
 def start(setting, folder):
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"{FLAGS[setting]} {TRACED} --xla_dump_to={folder}",
+        "XLA_FLAGS": f"{FLAGS[setting]} {SAME} {TRACED} --xla_dump_to={folder}",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     return subprocess.Popen(
@@ -87,4 +86,6 @@ def test_command_buffers_hold_the_custom_calls(runs):
 
 
 def test_the_same_bits_with_and_without(runs):
-    assert runs["on"][0]["digest"] == runs["off"][0]["digest"]
+    on, off = (runs[setting][0]["digests"] for setting in FLAGS)
+    assert on.keys() == off.keys() and len(on) > 30
+    assert [name for name in on if on[name] != off[name]] == []

@@ -19,13 +19,11 @@ import pytest
 import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
+from gpu import GPU, needs_gpu
+
 import oracle
 
-try:
-    GPU = jax.devices("gpu")[0]
-except RuntimeError:
-    GPU = None
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 COEFFICIENTS = (0.03, 0.02, 0.05)
 
@@ -191,7 +189,10 @@ def test_memory_is_flat_over_training_steps_with_changing_routing():
         in_use.append(stats["bytes_in_use"])
         peak.append(stats["peak_bytes_in_use"])
     assert len(routings) > 100
-    assert max(in_use[3:]) <= in_use[2] and peak[-1] == peak[2]
+    # The runtime may free one small array (the counts, a key: 256 bytes with XLA's alignment) a
+    # step late, so single steps can hold it; what leaks is held by every later step.
+    assert min(in_use[-20:]) == min(in_use[2:22])
+    assert max(in_use[3:]) <= in_use[2] + 256 and peak[-1] <= peak[2] + 256
 
 
 def test_every_device_gives_the_same_bits():

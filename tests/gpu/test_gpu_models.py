@@ -16,14 +16,12 @@ import pytest
 import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
+from gpu import GPU, needs_gpu
+
 import golden
 import oracle
 
-try:
-    GPU = jax.devices("gpu")[0]
-except RuntimeError:
-    GPU = None
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("family", golden.FAMILIES)

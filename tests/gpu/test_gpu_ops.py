@@ -15,20 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import GPU, needs_gpu
 
 import dropless
 from dropless._call import call
 
-
-def _gpu() -> jax.Device | None:
-    try:
-        return jax.devices("gpu")[0]
-    except RuntimeError:
-        return None
-
-
-GPU = _gpu()
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 # T, E, K, H, all different, on both sides of the router's switches (16 tokens a chunk, 32 lanes).
 SIZES = [(7, 5, 2, 24), (131, 60, 4, 72), (2050, 128, 8, 264)]

@@ -17,13 +17,11 @@ import pytest
 import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
+from gpu import GPU, needs_gpu
+
 import oracle
 
-try:
-    GPU = jax.devices("gpu")[0]
-except RuntimeError:
-    GPU = None
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 
 def layer(num_experts, k, expert_dim, shape):

@@ -16,13 +16,11 @@ import pytest
 import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
+from gpu import GPU, needs_gpu
+
 import oracle
 
-try:
-    GPU = jax.devices("gpu")[0]
-except RuntimeError:
-    GPU = None
-pytestmark = pytest.mark.skipif(GPU is None, reason="no GPU")
+pytestmark = needs_gpu
 
 WIDTHS = (1, 7, 64, 200, 1408, 1416, 2880)
 

@@ -1,20 +1,13 @@
 """Times torch's dense and grouped bf16 products: the ceiling and the peer of the same run."""
 
 import json
-import random
+import sys
+from pathlib import Path
 
 import torch
 
-SHAPES = {
-    "olmoe_fc1": (131072, 64, 2048, 2048),
-    "olmoe_fc2": (131072, 64, 2048, 1024),
-    "qwen3_fc1": (131072, 128, 1536, 2048),
-    "qwen3_fc2": (131072, 128, 2048, 768),
-    "mixtral_fc1": (16384, 8, 28672, 4096),
-    "mixtral_fc2": (16384, 8, 4096, 14336),
-    "dsv3_fc1": (16384, 32, 4096, 7168),
-    "dsv3_fc2": (16384, 32, 7168, 2048),
-}
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import shapes
 
 
 def median_ms(run, *operands, rounds=15, **options):
@@ -55,14 +48,8 @@ def main():
     d = torch.empty_like(c)
     ms = median_ms(d.copy_, c)
     print(json.dumps({"op": "copy", "ms": round(ms, 4), "tb_per_s": round(2**32 / ms * 1e-9, 3)}))
-    for name, (rows, experts, cols, depth) in SHAPES.items():
-        random.seed(7)
-        weight = [random.uniform(0.7, 1.3) for _ in range(experts)]
-        offsets, running = [], 0.0
-        for w in weight:
-            running += w
-            offsets.append(round(running / sum(weight) * rows))
-        offs = torch.tensor(offsets, device="cuda", dtype=torch.int32)
+    for name, (rows, experts, cols, depth) in shapes.PRODUCTS.items():
+        offs = torch.tensor(shapes.ragged_ends(rows, experts), device="cuda", dtype=torch.int32)
         x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
         w = torch.randn(experts, depth, cols, device="cuda", dtype=torch.bfloat16)
         report(
