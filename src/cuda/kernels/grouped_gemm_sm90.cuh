@@ -62,7 +62,9 @@ class GroupedGemmSm90 {
         ring_(smem, staging_ + 2 * Staging::kBytes) {}
 
   __device__ void run() {
-    const int warpgroup = threadIdx.x / kWarpgroup;
+    // The same for all lanes, which the compiler does not know of threadIdx.x: branches on it would
+    // count as divergent, and addresses would be made in every lane.
+    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (threadIdx.x == 0) {
       Staging::init(staging_);
       Staging::init(staging_ + Staging::kBytes);
