@@ -96,6 +96,8 @@ class DswigluEpilogue {
  public:
   static constexpr int kMatrices = 1;
   template <class Tile>
+  static constexpr bool kStepped = false;
+  template <class Tile>
   using Staging = DswigluStaging;
   struct Params {
     CUtensorMap h;               // planes gate, up of [M, I]

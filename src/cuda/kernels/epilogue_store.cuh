@@ -1,6 +1,8 @@
 // Epilogue of the plain product: (+ bias) rounded to the output's type.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/tile/result.cuh"
 #include "cuda/tile/tile_scheduler.cuh"
 
@@ -12,6 +14,23 @@ __device__ __forceinline__ void zero_bytes(uint8_t* out, int64_t bytes, int lane
     *reinterpret_cast<uint4*>(out + i) = make_uint4(0, 0, 0, 0);
   }
 }
+
+// Results of 64 rows that wait to be stored, rounded: kPairs registers of two columns a thread.
+template <int kPairs>
+struct PendingBlock {
+  uint32_t pairs[kPairs];
+  int row, col;
+  int rows = 0;  // none: nothing waits
+
+  __device__ __forceinline__ void collect(const float (&acc)[2 * kPairs], const RowTile& tile,
+                                          int first, int count) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pairs[i] = ptx::pack_bf16(acc[2 * i], acc[2 * i + 1]);
+    row = first;
+    col = tile.col;
+    rows = count;
+  }
+};
 
 template <class Out>
 class StoreEpilogue {
@@ -40,6 +59,33 @@ class StoreEpilogue {
                               staging);
       }
     }
+  }
+
+  // The same later: takes the results of a block of 64 rows out of the accumulators, and stores
+  // them in steps. In turns there is nothing to hide, and float32 needs twice the registers.
+  static constexpr bool kDeferred = true;
+  template <class Tile>
+  static constexpr bool kStepped = !Tile::kPingpong && std::is_same_v<Out, __nv_bfloat16>;
+  template <class Tile>
+  using Pending = PendingBlock<Tile::kCols / 4>;
+  template <class Tile>
+  static constexpr int kSteps = Tile::kCols / kChunk;
+
+  template <int kAll>
+  __device__ __forceinline__ void collect(float (&acc)[kAll], const RowTile& tile, int row,
+                                          int rows, PendingBlock<kAll / 2>& pending,
+                                          int thread) const {
+    if (params_.bias != nullptr) add_bias<2 * kAll>(acc, tile, thread % 4 * 2);
+    pending.collect(acc, tile, row, rows);
+  }
+
+  template <class Index, int kPairs, class Staging>
+  __device__ __forceinline__ void step(Index index, const PendingBlock<kPairs>& pending,
+                                       Staging& staging) const {
+    if (pending.rows == 0) return;
+    staging.write_pairs([&](int i) { return pending.pairs[index.value * 16 + i]; });
+    staging.template send<Out>(params_.out, pending.col + index.value * kChunk, pending.row, 0,
+                               pending.rows);
   }
 
   __device__ static void zero_row(const Params& params, int row, int lane) {

@@ -28,36 +28,53 @@ class SwigluEpilogue {
   template <int kRows, int kCols, class Staging>
   __device__ __forceinline__ void prepare(const RowTile&, int, int, Staging&) const {}
 
-  template <int kAll, class Staging>
-  __device__ __forceinline__ void store(float (&block)[1][kAll], const RowTile& tile, int row,
-                                        int rows, Staging& staging) const {
-    float(&acc)[kAll] = block[0];
+  // Results of a block of 64 rows: taken out of the accumulators, and stored in steps, each a box
+  // of gate, of up, or of A. Other activations' steps are too long a code to stand between
+  // products.
+  static constexpr bool kDeferred = kForm == GluForm::kSilu || kForm == GluForm::kSiluLimited;
+  template <class Tile>
+  static constexpr bool kStepped = true;
+  template <class Tile>
+  using Pending = PendingBlock<Tile::kCols / 4>;
+  template <class Tile>
+  static constexpr int kSteps = Tile::kCols / kMatrices / kChunk*(kMatrices + 1);
+
+  template <int kAll>
+  __device__ __forceinline__ void collect(float (&acc)[kAll], const RowTile& tile, int row,
+                                          int rows, PendingBlock<kAll / 2>& pending,
+                                          int thread) const {
     constexpr int kRegisters = kAll / kMatrices;  // of one matrix; those of up come second
-    const int lane_col = staging.thread() % 4 * 2;
+    const int lane_col = thread % 4 * 2;
     if (params_.gate_bias != nullptr) {
       add_bias<0, kRegisters>(acc, params_.gate_bias, tile, lane_col);
     }
     if (kMatrices == 2 && params_.up_bias != nullptr) {
       add_bias<kAll - kRegisters, kRegisters>(acc, params_.up_bias, tile, lane_col);
     }
-#pragma unroll
-    for (int chunk = 0; chunk < kRegisters / 32; ++chunk) {
-      const int col = tile.col + chunk * kChunk;
-      if (params_.h.data != nullptr) {
-#pragma unroll
-        for (int plane = 0; plane < kMatrices; ++plane) {
-          const int first = plane * kRegisters + chunk * 32;
-          staging.write(__nv_bfloat16{}, [&](int i) { return acc[first + i]; });
-          staging.template send<__nv_bfloat16>(params_.h, col, row, plane, rows);
-        }
-      }
-      const int gate = chunk * 32, up = kAll - kRegisters + chunk * 32;
+    pending.collect(acc, tile, row, rows);
+  }
+
+  template <class Index, int kPairs, class Staging>
+  __device__ __forceinline__ void step(Index index, const PendingBlock<kPairs>& pending,
+                                       Staging& staging) const {
+    if (pending.rows == 0) return;
+    constexpr int kChunkIndex = Index::value / (kMatrices + 1);
+    constexpr int kPlane = Index::value % (kMatrices + 1);  // or A, the last
+    constexpr int kGate = kChunkIndex * 16, kUp = kPairs - kPairs / kMatrices + kGate;
+    const int col = pending.col + kChunkIndex * kChunk;
+    if constexpr (kPlane < kMatrices) {
+      if (params_.h.data == nullptr) return;
+      staging.write_pairs([&](int i) { return pending.pairs[(kPlane == 0 ? kGate : kUp) + i]; });
+      staging.template send<__nv_bfloat16>(params_.h, col, pending.row, kPlane, pending.rows);
+    } else {
       Glu<kForm>::with(params_.activation, [&](auto value) {
-        staging.write(__nv_bfloat16{}, [&](int i) {
-          return value(round_bf16(acc[gate + i]), round_bf16(acc[up + i])).a;
+        staging.write_pairs([&](int i) {
+          const uint32_t g = pending.pairs[kGate + i], u = pending.pairs[kUp + i];
+          return ptx::pack_bf16(value(ptx::low_bf16(g), ptx::low_bf16(u)).a,
+                                value(ptx::high_bf16(g), ptx::high_bf16(u)).a);
         });
       });
-      staging.template send<__nv_bfloat16>(params_.a, col, row, 0, rows);
+      staging.template send<__nv_bfloat16>(params_.a, col, pending.row, 0, pending.rows);
     }
   }
 

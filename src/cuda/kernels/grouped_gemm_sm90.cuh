@@ -185,6 +185,13 @@ class GroupedGemmSm90 {
         }
         state.advance(blocks);
       }
+    } else if constexpr (Epilogue::template kStepped<Tile>) {
+      typename Epilogue::template Pending<Tile> pending;
+      const StepOf<decltype(pending)> step = {epilogue, pending, staging};
+      for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+        half_tile_in_steps(tile, warpgroup, blocks, state, epilogue, pending, step);
+      }
+      if (Epilogue::kDeferred) for_each_index<Epilogue::template kSteps<Tile>>(step);
     } else {
       for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
         half_tile(tile, warpgroup, blocks, state, staging, epilogue);
@@ -210,6 +217,38 @@ class GroupedGemmSm90 {
         acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, EveryStep(), [](int, int) {},
         [](int) {});
     epilogue.store(acc, tile, tile.row + warpgroup * kChunk, min(rows, kChunk), staging);
+  }
+
+  template <class Pending>
+  struct StepOf {
+    const Epilogue& epilogue;
+    const Pending& pending;
+    Staging& staging;
+    template <class Index>
+    __device__ __forceinline__ void operator()(Index index) const {
+      epilogue.step(index, pending, staging);
+    }
+  };
+
+  // As half_tile, with an epilogue in steps. Deferred, what is stored is the last tile's results,
+  // beside this one's first products.
+  template <class Pending>
+  __device__ __forceinline__ void half_tile_in_steps(const RowTile& tile, int warpgroup, int blocks,
+                                                     typename Ring::State& state,
+                                                     const Epilogue& epilogue, Pending& pending,
+                                                     const StepOf<Pending>& step) {
+    constexpr int kSteps = Epilogue::template kSteps<Tile>;
+    const int rows = tile.rows - warpgroup * kChunk, thread = threadIdx.x % kWarpgroup;
+    if (rows <= 0) {
+      ring_.drain(state, blocks, warpgroup, thread);
+      return;
+    }
+    float acc[1][Tile::kCols / 2];
+    ring_.template multiply<Epilogue::kDeferred ? kSteps : 0>(
+        acc, state, blocks, warpgroup, thread, EveryStep(), [](int, int) {}, [](int) {}, step);
+    epilogue.collect(acc[0], tile, tile.row + warpgroup * kChunk, min(rows, kChunk), pending,
+                     thread);
+    if (!Epilogue::kDeferred) for_each_index<kSteps>(step);
   }
 
   // This warpgroup works on the whole tile, while the other one stores its own.

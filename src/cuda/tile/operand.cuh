@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/matrix_move.cuh"
@@ -80,6 +81,20 @@ __device__ __forceinline__ void load_chunks(uint8_t* smem, const CUtensorMap* ma
   }
 }
 
+// Calls function(integral_constant<int, 0>()) and so on to kCount - 1.
+template <int kCount, class Function>
+__device__ __forceinline__ void for_each_index(const Function& function) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    (function(std::integral_constant<int, kIndex>()), ...);
+  }
+  (std::make_integer_sequence<int, kCount>());
+}
+
+struct NoStep {
+  template <class Index>
+  __device__ __forceinline__ void operator()(Index) const {}
+};
+
 // Zeros fill a contraction that ends inside a block of kChunk.
 struct EveryStep {};
 
@@ -152,11 +167,14 @@ struct Stages {
   // `chunk`. With one product in flight, a stage is released while the next one is being
   // multiplied. Of the last block only `last_steps` steps of 16 contraction elements are
   // multiplied, or all if it is EveryStep. Calls prepare(block, stage) before a block's product and
-  // issued(block) after issuing it.
-  template <int kRowTiles, int kRegisters, class LastSteps, class Prepare, class Issued>
+  // issued(block) after issuing it. Work that needs no operands, step(index) for index = 0 ..
+  // kSteps - 1, is done beside the first products, one each; the index is a type, for registers
+  // have no addresses.
+  template <int kSteps = 0, int kRowTiles, int kRegisters, class LastSteps, class Prepare,
+            class Issued, class Step = NoStep>
   __device__ __forceinline__ void multiply(float (&acc)[kRowTiles][kRegisters], State& state,
                                            int blocks, int chunk, int thread, LastSteps last_steps,
-                                           Prepare prepare, Issued issued) const {
+                                           Prepare prepare, Issued issued, Step step = {}) const {
     using Lhs = OperandLayout<kLhsMajor>;
     using Rhs = OperandLayout<kRhsMajor>;
     constexpr bool kWhole = std::is_same_v<LastSteps, EveryStep>;
@@ -189,7 +207,7 @@ struct Stages {
       }
     };
     const int whole = kWhole ? blocks : blocks - 1;
-    for (int block = 0; block < whole; ++block) {
+    const auto multiply_block = [&](int block) {
       await_full(block);
       ptx::wgmma_fence();
 #pragma unroll
@@ -200,7 +218,12 @@ struct Stages {
       if (block > 0) release(previous, thread);
       previous = state.stage;
       state.advance();
-    }
+    };
+    for_each_index<kSteps>([&](auto index) {
+      if (index.value < whole) multiply_block(index.value);
+      step(index);
+    });
+    for (int block = kSteps; block < whole; ++block) multiply_block(block);
     if constexpr (!kWhole) {
       await_full(whole);
       // Each step is a group of its own: ptxas serialises a group of unknown length.

@@ -82,13 +82,17 @@ class ResultStaging {
   // Writes 64 rows x (kRowBytes / 2) columns: value(i) is register i in wgmma's fragment order.
   template <class Value>
   __device__ __forceinline__ void write(__nv_bfloat16, Value value) {
+    write_pairs([&](int i) { return ptx::pack_bf16(value(2 * i), value(2 * i + 1)); });
+  }
+
+  // The same from rounded pairs: pair(i) is registers 2 i and 2 i + 1.
+  template <class Pair>
+  __device__ __forceinline__ void write_pairs(Pair pair) {
     const uint32_t address = ptx::shared_address(buffer()) + BoxType::fragment_offset(thread_);
 #pragma unroll
-    for (int pair = 0; pair < kRowBytes / 32; ++pair) {
-      ptx::stmatrix_x4(address ^ (pair * 32), ptx::pack_bf16(value(8 * pair), value(8 * pair + 1)),
-                       ptx::pack_bf16(value(8 * pair + 2), value(8 * pair + 3)),
-                       ptx::pack_bf16(value(8 * pair + 4), value(8 * pair + 5)),
-                       ptx::pack_bf16(value(8 * pair + 6), value(8 * pair + 7)));
+    for (int i = 0; i < kRowBytes / 32; ++i) {
+      ptx::stmatrix_x4(address ^ (i * 32), pair(4 * i), pair(4 * i + 1), pair(4 * i + 2),
+                       pair(4 * i + 3));
     }
   }
 
