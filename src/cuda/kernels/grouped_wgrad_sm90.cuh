@@ -43,6 +43,10 @@ class GroupedWgradSm90 {
   // Blocks of 64 rows that one warpgroup works on.
   static constexpr int kRowTiles = Tile::kPingpong ? Tile::kRows / kChunk : 1;
   static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
+  // In turns the other warpgroup's products hide a tile's stores. Together nothing would, so they
+  // wait for the next tile's first products; float32 results would need twice the registers.
+  static constexpr bool kDeferred = !Tile::kPingpong && std::is_same_v<Out, __nv_bfloat16>;
+  static constexpr int kSteps = Tile::kCols / kResultCols<Out>;  // of storing a tile
   static constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes + 2 * Staging::kBytes +
                                       Ring::kBarriers * static_cast<int>(sizeof(uint64_t));
 
@@ -190,11 +194,36 @@ class GroupedWgradSm90 {
         !tile.shares_rows, rank_);
   }
 
+  // Results of 64 rows that wait to be stored, rounded: two columns a register.
+  struct Pending {
+    uint32_t pairs[kDeferred ? Tile::kCols / 4 : 1];
+    WeightTile tile;  // `present` says whether any wait
+  };
+
+  struct StorePending {
+    const GroupedWgradSm90& kernel;
+    const Pending& pending;
+    Staging& staging;
+    template <class Index>
+    __device__ __forceinline__ void operator()(Index index) const {
+      if constexpr (kDeferred) {
+        const WeightTile& tile = pending.tile;
+        if (!tile.present) return;
+        staging.write_pairs([&](int i) { return pending.pairs[index.value * 16 + i]; });
+        staging.template send<Out>(kernel.params_.dw[tile.plane],
+                                   tile.col + index.value * kResultCols<Out>, tile.row, tile.expert,
+                                   kChunk);
+      }
+    }
+  };
+
   __device__ void consume(int warpgroup) {
     const int thread = threadIdx.x % kWarpgroup;
     Staging staging(staging_ + warpgroup * Staging::kBytes, warpgroup);
     const Scheduler tiles = scheduler();
     typename Ring::State state;
+    Pending pending;
+    pending.tile.present = false;
     WeightTile tile;
     int n = 0;
     for (int item = first_item(); tiles.find(item, tile); item += item_step(), ++n) {
@@ -211,22 +240,23 @@ class GroupedWgradSm90 {
         if (Tile::kPingpong) ring_.pass_turn(warpgroup, thread);
         if (tile.present && !kAccumulate) store_zero(tile, staging);
       } else {
-        multiply_and_store(tile, warpgroup, chunk, blocks, state, staging);
+        multiply_and_store(tile, warpgroup, chunk, blocks, state, staging, pending);
       }
     }
+    if (kDeferred) for_each_index<kSteps>(StorePending{*this, pending, staging});
     staging.finish();
   }
 
   __device__ __forceinline__ void multiply_and_store(const WeightTile& tile, int warpgroup,
                                                      int chunk, int blocks,
-                                                     typename Ring::State& state,
-                                                     Staging& staging) const {
+                                                     typename Ring::State& state, Staging& staging,
+                                                     Pending& pending) const {
     const int thread = threadIdx.x % kWarpgroup;
     float acc[kRowTiles][Tile::kCols / 2];
     // Of the last block only the steps that reach a row of the group.
     const int last_rows = tile.depth - (blocks - 1) * kChunk;
     const int last_steps = (last_rows + kStep - 1) / kStep;
-    ring_.multiply(
+    ring_.template multiply<kDeferred ? kSteps : 0>(
         acc, state, blocks, chunk, thread, last_steps,
         [&](int block, int stage) {
           if (block == blocks - 1 && last_rows < last_steps * kStep) {
@@ -236,9 +266,19 @@ class GroupedWgradSm90 {
         },
         [&](int block) {
           if (Tile::kPingpong && block == blocks - 1) ring_.pass_turn(warpgroup, thread);
-        });
+        },
+        StorePending{*this, pending, staging});
+    if constexpr (kDeferred) {
+      if constexpr (kAccumulate) add_old(acc[0], params_.dw[tile.plane], tile, tile.row, thread);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) store(acc[i], tile, tile.row + i * kChunk, staging);
+      for (int i = 0; i < Tile::kCols / 4; ++i) {
+        pending.pairs[i] = ptx::pack_bf16(acc[0][2 * i], acc[0][2 * i + 1]);
+      }
+      pending.tile = tile;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) store(acc[i], tile, tile.row + i * kChunk, staging);
+    }
   }
 
   // Rows `row` .. row + 63 of the weight; the tensor map clips those that do not exist.
