@@ -1,9 +1,13 @@
 // out[r] = lhs[r] * rhs[e(r)] in e4m3 for ragged groups of rows, for sm_90a: lhs scaled in blocks
 // of one row and 128 contraction elements, rhs in blocks of 128 x 128, both K-major.
 //
-// As grouped_gemm_sm90.cuh: persistent blocks of three warpgroups, tiles that start at each group's
-// first row, any epilogue. Different are the scales, which a second loading warp copies into the
-// stages beside the operands, and the sums, which are added to fp32 accumulators after every stage.
+// As grouped_gemm_sm90.cuh: persistent blocks, tiles that start at each group's first row.
+// Different are the scales, which a second loading warp copies into the stages beside the operands;
+// the sums, which are added to fp32 accumulators after every stage; and the epilogue. Products of
+// FP8 are so short that an epilogue in the multiplying warpgroups would cost as much: they only
+// write their accumulators to shared memory (Epilogue::hand_over), and other warps do the rest
+// (Epilogue::Store) while the next tile is multiplied. Where that rest is longer than the products,
+// the multiplying warpgroups do it after all (Epilogue::Finish).
 #pragma once
 
 #include <cuda.h>
@@ -11,8 +15,8 @@
 #include <cstdint>
 
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/handoff.cuh"
 #include "cuda/tile/operand_fp8.cuh"
-#include "cuda/tile/result.cuh"
 #include "cuda/tile/tile_scheduler.cuh"
 
 namespace dropless::cuda {
@@ -32,21 +36,41 @@ struct alignas(128) GroupedGemmFp8Params {
   int planes;  // 1, or 2: the contraction runs over both planes of lhs, each with its own rhs
 };
 
-// Registers a thread of each role: 128 * (2 * 232 + 40) fit the 65536 of a multiprocessor.
-inline constexpr int kFp8ConsumerRegisters = 232;
-inline constexpr int kFp8ProducerRegisters = 40;
-inline constexpr int kFp8GemmThreads = 3 * kWarpgroup;
+// Threads of a block: two warpgroups multiply, one loads, and kStorers (handoff.cuh) store.
+template <int kStorers>
+inline constexpr int kFp8Threads = (kStorers == 1 ? 4 : 3) * kWarpgroup;
+
+// Registers a thread of each role. A block starts with as many as its threads share evenly, in
+// units of 8, and hands them round: 3 * 168 = 2 * 224 + 56 = 2 * 232 + 40,
+// 4 * 128 = 2 * 208 + 40 + 56.
+template <int kStorers>
+struct Fp8Registers {
+  static constexpr int kMultiplying = kStorers == 1 ? 208 : kStorers == 0 ? 224 : 232;
+  static constexpr int kLoading = kStorers == 0 ? 56 : 40;
+  static constexpr int kStoring = 56;
+};
 
 template <class Tile, class Epilogue>
 class GroupedGemmFp8Sm90 {
  public:
   using Params = GroupedGemmFp8Params<typename Epilogue::Params>;
   using Ring = Fp8Stages<Tile>;
-  using Staging = typename Epilogue::template Staging<Tile>;  // of a warpgroup
-  static constexpr int kRingBytes = Tile::kStages * Tile::kStageBytes;
-  // A barrier of each warpgroup's staging follows the ring's.
-  static constexpr int kSharedBytes =
-      kRingBytes + 2 * Staging::kBytes + Ring::kScaleBytes + Ring::kBarrierBytes + 2 * 8;
+  using Half = Handoff<Epilogue::template kBoxes<Tile>>;
+  static constexpr bool kHandsOver = Epilogue::kStorers != kNoStorers;
+  using Registers = Fp8Registers<Epilogue::kStorers>;
+  static constexpr int kThreads = kFp8Threads<Epilogue::kStorers>;
+  static constexpr int kTeam = kFp8Team<Epilogue::kStorers>;
+  static constexpr int kTeamBytes = [] {
+    if constexpr (kHandsOver) return Epilogue::Store::kBytes;
+    return 0;
+  }();
+  // In shared memory: the ring's stages; boxes of both halves; memory of both teams; barriers of
+  // both halves and teams; the ring's scales and barriers.
+  static constexpr int kBoxesAt = Tile::kStages * Tile::kStageBytes;
+  static constexpr int kTeamsAt = kBoxesAt + 2 * Half::kBytes;
+  static constexpr int kBarriersAt = kTeamsAt + 2 * kTeamBytes;
+  static constexpr int kRingAt = kBarriersAt + 2 * (Half::kBarrierBytes + 16);
+  static constexpr int kSharedBytes = kRingAt + Ring::kScaleBytes + Ring::kBarrierBytes;
   static_assert(kSharedBytes <= 227 * 1024);
   // Columns of one matrix that a tile covers: half of it if gate and up stand side by side.
   static constexpr int kTileCols = Tile::kCols / Epilogue::kMatrices;
@@ -57,48 +81,61 @@ class GroupedGemmFp8Sm90 {
   static constexpr int kRhsBox =
       kTileCols % (Tile::kCluster * kChunk) == 0 ? kChunk : kTileCols / 2;
   static_assert(kTileCols % (Tile::kCluster * kRhsBox) == 0);
-  // Epilogues with inputs of their own start loading them before the products.
-  static constexpr bool kPrefetches = requires { Epilogue::kPrefetches; };
 
   __device__ GroupedGemmFp8Sm90(const Params& params, uint8_t* smem)
       : params_(params),
         rank_(Tile::kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank())),
-        staging_(smem + kRingBytes),
-        staging_barriers_(reinterpret_cast<uint64_t*>(staging_ + 2 * Staging::kBytes +
-                                                      Ring::kScaleBytes + Ring::kBarrierBytes)),
-        ring_(smem, staging_ + 2 * Staging::kBytes) {}
+        smem_(smem),
+        ring_(smem, smem + kRingAt) {}
 
   __device__ void run() {
-    const int warpgroup = threadIdx.x / kWarpgroup;
+    // The same for all lanes, which the compiler does not know of threadIdx.x: branches on it would
+    // count as divergent, and addresses would be made in every lane.
+    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(staging_barriers_, 1);
-      ptx::mbarrier_init(staging_barriers_ + 1, 1);
+      for (int i = 0; i < 2; ++i) {
+        half(i).init(kTeam / 32);
+        ptx::mbarrier_init(team_barrier(i), 1);
+      }
       ring_.init();
+      ptx::fence_mbarrier_init();
     }
     if (Tile::kCluster == 1) {
       __syncthreads();
     } else {
       ptx::cluster_sync();
     }
-    if (warpgroup == 2) {
-      ptx::register_decrease<kFp8ProducerRegisters>();
+    if (warpgroup < 2) {
+      ptx::register_increase<Registers::kMultiplying>();
+      multiply(warpgroup);
+    } else if (warpgroup == 2) {
+      ptx::register_decrease<Registers::kLoading>();
       const int warp = threadIdx.x % kWarpgroup / 32;
       if (warp == 0) {
         produce_operands();
       } else if (warp == 1) {
         produce_scales();
       } else {
+        if constexpr (Epilogue::kStorers == 0) {
+          store(static_cast<int>(threadIdx.x) % kWarpgroup - 64);
+        }
         zero_outside(warp - 2);
       }
-    } else {
-      ptx::register_increase<kFp8ConsumerRegisters>();
-      consume(warpgroup);
+    } else if constexpr (Epilogue::kStorers == 1) {
+      ptx::register_decrease<Registers::kStoring>();
+      store(static_cast<int>(threadIdx.x) - 3 * kWarpgroup);
     }
     // A peer may still send to this block or arrive at its barriers.
     if (Tile::kCluster > 1) ptx::cluster_sync();
   }
 
  private:
+  __device__ __forceinline__ Half half(int i) const {
+    return Half(smem_ + kBoxesAt + i * Half::kBytes, smem_ + kBarriersAt + i * Half::kBarrierBytes);
+  }
+  __device__ __forceinline__ uint64_t* team_barrier(int i) const {
+    return reinterpret_cast<uint64_t*>(smem_ + kBarriersAt + 2 * Half::kBarrierBytes + i * 16);
+  }
   __device__ int first_item() const { return blockIdx.x / Tile::kCluster; }
   __device__ int item_step() const { return gridDim.x / Tile::kCluster; }
   __device__ Scheduler scheduler() const {
@@ -200,73 +237,58 @@ class GroupedGemmFp8Sm90 {
   }
   __device__ __forceinline__ const float* lhs_none() const { return params_.lhs_scale; }
 
-  __device__ void consume(int warpgroup) {
+  // One half of each tile's rows.
+  __device__ void multiply(int half_index) {
     const int thread = threadIdx.x % kWarpgroup;
     const int blocks = params_.blocks * params_.planes;
-    Staging staging = make_staging(warpgroup);
-    Epilogue epilogue(params_.epilogue);
+    auto epilogue = make_epilogue(half_index);
     Scheduler tiles = scheduler();
     typename Ring::State state;
     RowTile tile;
-    if constexpr (Tile::kPingpong) {
-      if (warpgroup == 1) state.advance(blocks);
-      int item = first_item() + warpgroup * item_step();
-      for (int n = 0; tiles.find(item, tile); item += 2 * item_step(), ++n) {
-        if constexpr (kPrefetches) {
-          if (tile.rows > 0) epilogue.prefetch(tile, tile.row, tile.rows, staging);
-        }
-        ring_.await_turn(warpgroup, n);
-        if (tile.rows == 0) {
-          ring_.drain(state, blocks, warpgroup, thread);
-          ring_.pass_turn(warpgroup, thread);
-        } else {
-          whole_tile(tile, warpgroup, blocks, state, staging, epilogue);
-        }
-        state.advance(blocks);
+    for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+      const int first = half_index * kChunk;
+      if (tile.rows <= first) {
+        ring_.drain(state, blocks, half_index, thread);
+        continue;
       }
+      const int row = tile.row + first, rows = min(tile.rows - first, kChunk);
+      float acc[Tile::kCols / 2];
+      if constexpr (kHandsOver) {
+        ring_.multiply(acc, state, blocks, half_index, thread);
+        Epilogue::hand_over(params_.epilogue, acc, tile, row, rows, epilogue, thread);
+      } else {
+        epilogue.prefetch(tile, row, rows);
+        ring_.multiply(acc, state, blocks, half_index, thread);
+        epilogue(acc, tile, row, rows);
+      }
+    }
+    if constexpr (!kHandsOver) epilogue.finish();
+  }
+  __device__ __forceinline__ auto make_epilogue(int half_index) const {
+    if constexpr (kHandsOver) {
+      return half(half_index);
     } else {
-      for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
-        half_tile(tile, warpgroup, blocks, state, staging, epilogue);
-      }
+      return typename Epilogue::Finish(params_.epilogue, half(half_index).box(0),
+                                       team_barrier(half_index), half_index);
     }
-    staging.finish();
   }
 
-  __device__ __forceinline__ Staging make_staging(int warpgroup) const {
-    uint8_t* buffers = staging_ + warpgroup * Staging::kBytes;
-    if constexpr (kPrefetches)
-      return Staging(buffers, warpgroup, staging_barriers_ + warpgroup);
-    else
-      return Staging(buffers, warpgroup);
-  }
-
-  // Both warpgroups work on the tile, 64 rows each.
-  __device__ __forceinline__ void half_tile(const RowTile& tile, int warpgroup, int blocks,
-                                            typename Ring::State& state, Staging& staging,
-                                            Epilogue& epilogue) {
-    static_assert(Tile::kPingpong || Tile::kRows == 2 * kChunk);
-    const int first = warpgroup * kChunk, rows = min(tile.rows - first, kChunk);
-    if (rows <= 0) {
-      ring_.drain(state, blocks, warpgroup, threadIdx.x % kWarpgroup);
-      return;
+  // As many teams as halves.
+  __device__ void store(int storing_thread) {
+    const int index = storing_thread / kTeam;
+    const StoringTeam<kTeam> team = {storing_thread % kTeam, kWarpgroupBarrier + 2 + index};
+    Half results = half(index);
+    typename Epilogue::Store store(params_.epilogue, team, smem_ + kTeamsAt + index * kTeamBytes,
+                                   team_barrier(index));
+    Scheduler tiles = scheduler();
+    RowTile tile;
+    for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
+      const int first = index * kChunk;
+      if (tile.rows <= first) continue;
+      store(tile, tile.row + first, min(tile.rows - first, kChunk), results);
     }
-    if constexpr (kPrefetches) epilogue.prefetch(tile, tile.row + first, rows, staging);
-    float acc[1][Tile::kCols / 2];
-    ring_.multiply(acc, state, blocks, warpgroup, threadIdx.x % kWarpgroup, [](int) {});
-    epilogue.store(acc, tile, tile.row + first, rows, staging);
-  }
-
-  // This warpgroup works on the whole tile, while the other one stores its own.
-  __device__ __forceinline__ void whole_tile(const RowTile& tile, int warpgroup, int blocks,
-                                             typename Ring::State& state, Staging& staging,
-                                             Epilogue& epilogue) {
-    constexpr int kRowTiles = Tile::kRows / kChunk;
-    const int thread = threadIdx.x % kWarpgroup;
-    float acc[kRowTiles][Tile::kCols / 2];
-    ring_.multiply(acc, state, blocks, 0, thread, [&](int block) {
-      if (block == blocks - 1) ring_.pass_turn(warpgroup, thread);
-    });
-    epilogue.store(acc, tile, tile.row, tile.rows, staging);
+    // The block's shared memory must outlive the stores that read it.
+    if (team.thread == 0) ptx::tma_store_wait_read<0>();
   }
 
   // Rows of no group become 0: two warps of every block share them.
@@ -281,13 +303,12 @@ class GroupedGemmFp8Sm90 {
 
   const Params& params_;
   const int rank_;
-  uint8_t* const staging_;
-  uint64_t* const staging_barriers_;
+  uint8_t* const smem_;
   Ring ring_;
 };
 
 template <class Tile, class Epilogue>
-__global__ void __launch_bounds__(kFp8GemmThreads, 1) grouped_gemm_fp8_sm90_kernel(
+__global__ void __launch_bounds__(kFp8Threads<Epilogue::kStorers>, 1) grouped_gemm_fp8_sm90_kernel(
     const __grid_constant__ GroupedGemmFp8Params<typename Epilogue::Params> params) {
   extern __shared__ __align__(1024) uint8_t smem[];
   GroupedGemmFp8Sm90<Tile, Epilogue>(params, smem).run();

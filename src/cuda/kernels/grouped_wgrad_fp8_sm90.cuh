@@ -58,7 +58,9 @@ class GroupedWgradFp8Sm90 {
         empty_(full_ + Tile::kStages) {}
 
   __device__ void run() {
-    const int warpgroup = threadIdx.x / kWarpgroup;
+    // The same for all lanes, which the compiler does not know of threadIdx.x: branches on it would
+    // count as divergent, and addresses would be made in every lane.
+    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (threadIdx.x == 0) {
       for (int i = 0; i < Tile::kStages; ++i) {
         ptx::mbarrier_init(full_ + i, 1);
@@ -163,10 +165,15 @@ class GroupedWgradFp8Sm90 {
 #pragma unroll
       for (int j = 0; j < Tile::kCols / 2; ++j) acc[i][j] = 0.0f;
     }
-    const uint64_t lhs_base = descriptor(codes(0) + warpgroup * kChunk * Tile::kDepth);
-    const uint64_t rhs_base = descriptor(codes(0) + Tile::kRows * Tile::kDepth);
+    // Nothing but additions stands between a full stage and its first product.
+    const uint64_t first = descriptor(codes(0) + warpgroup * kChunk * Tile::kDepth);
+    const uint32_t lhs_base = ptx::kept(static_cast<uint32_t>(first));
+    const uint32_t rhs_base =
+        ptx::kept(static_cast<uint32_t>(descriptor(codes(0) + Tile::kRows * Tile::kDepth)));
+    const uint64_t layout = first >> 32 << 32;  // the same for both
+    const uint32_t full_at = ptx::kept(ptx::shared_address(full_));
     for (int block = 0; block < blocks; ++block) {
-      ptx::mbarrier_wait(full_ + state.stage, state.phase);
+      ptx::mbarrier_wait(full_at + state.stage * 8, state.phase);
       const uint32_t offset = state.stage * (Tile::kCodeBytes / 16);
       const float* const scale = scales(state.stage);
 #pragma unroll
@@ -177,9 +184,9 @@ class GroupedWgradFp8Sm90 {
 #pragma unroll
         for (int n = 0; n < Tile::kProducts; ++n) {
           float product[Tile::kProductCols / 2];
-          multiply(product, lhs_base + offset + i * (kRowStep * Tile::kDepth / 16),
-                   rhs_base + offset + n * (Tile::kProductCols * Tile::kDepth / 16));
           const float low = row_scale[0], high = row_scale[8];
+          multiply(product, layout, lhs_base + offset + i * (kRowStep * Tile::kDepth / 16),
+                   rhs_base + offset + n * (Tile::kProductCols * Tile::kDepth / 16));
           ptx::wgmma_wait_group<0>();
           add_scaled(acc[i], n, product, low, high,
                      scale + Tile::kRows + n * Tile::kProductCols + threadIdx.x % 4 * 2);
@@ -196,11 +203,11 @@ class GroupedWgradFp8Sm90 {
 
   // One block of 128 of the contraction, issued.
   __device__ static __forceinline__ void multiply(float (&product)[Tile::kProductCols / 2],
-                                                  uint64_t lhs, uint64_t rhs) {
+                                                  uint64_t layout, uint32_t lhs, uint32_t rhs) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {  // of 32 codes, two of a descriptor's 16-byte units
-      ptx::wgmma_e4m3(product, lhs + step * 2, rhs + step * 2, step > 0);
+      ptx::wgmma_e4m3(product, layout | (lhs + step * 2), layout | (rhs + step * 2), step > 0);
     }
     ptx::wgmma_commit_group();
   }

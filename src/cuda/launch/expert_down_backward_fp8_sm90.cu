@@ -6,9 +6,8 @@
 namespace dropless::cuda {
 namespace {
 
-// The epilogue takes as long as the products. With both warpgroups in it at once it has two warps a
-// scheduler and registers to spare; in turns (128 x 128 a warpgroup) it spilled, and was slower.
-using Tile = Fp8Tile<GemmTile<128, 128, 4, 1, false>, 128, 1>;
+// Shared memory holds four stages beside h and the results of a whole tile.
+using Tile = Fp8Tile<128, 4, 1, 128>;
 
 // dA' = dy * down^T: down [E, I, H] is K-major as it lies.
 template <ActivationKind kActivation>

@@ -8,7 +8,7 @@ namespace {
 // dh.
 template <class Tile>
 Status launch_tile(const ExpertUpBackwardArgs& args, Stream stream) {
-  using Epilogue = StoreEpilogue<__nv_bfloat16>;
+  using Epilogue = StoreFp8Epilogue<__nv_bfloat16>;
   const int64_t rows = args.dh.dims[0], width = args.dh.dims[2];
   using Kernel = GroupedGemmFp8Sm90<Tile, Epilogue>;
   typename Kernel::Params params = {};

@@ -6,7 +6,7 @@ namespace dropless::cuda {
 namespace {
 
 // 128 columns each of gate and up: the narrowest that holds a whole block of A's scales.
-using Tile = Fp8Tile<GemmTile<128, 256, 4, 1, false>, 128, 1>;
+using Tile = Fp8Tile<256, 3, 1, 128>;
 
 template <ActivationKind kActivation, bool kFp8H>
 Status launch(const ExpertUpArgs& args, ConstTensor rows, ConstTensor row_scale, Stream stream) {

@@ -1,7 +1,7 @@
 // Shared by the launches of the FP8 products on sm_90a.
 #pragma once
 
-#include "cuda/kernels/epilogue_store.cuh"
+#include "cuda/kernels/epilogue_store_fp8.cuh"
 #include "cuda/kernels/grouped_gemm_fp8_sm90.cuh"
 #include "cuda/launch/grouped_gemm_fp8_sm90.h"
 #include "cuda/launch/launch_sm90.cuh"
@@ -50,12 +50,12 @@ Status launch_fp8_product(const GroupedGemmFp8Params<typename Epilogue::Params>&
       (ceil_div(params.rows, Tile::kRows) + std::min(params.experts, params.rows)) *
       ceil_div(params.cols, Kernel::kTileCols);
   return launch_persistent(&grouped_gemm_fp8_sm90_kernel<Tile, Epilogue>, params, Tile::kCluster,
-                           kFp8GemmThreads, Kernel::kSharedBytes, most_items, stream);
+                           Kernel::kThreads, Kernel::kSharedBytes, most_items, stream);
 }
 
 template <class Tile, class Out>
 Status launch_grouped_gemm_fp8_tile(const GroupedGemmArgs& args, Stream stream) {
-  using Epilogue = StoreEpilogue<Out>;
+  using Epilogue = StoreFp8Epilogue<Out>;
   using Kernel = GroupedGemmFp8Sm90<Tile, Epilogue>;
   typename Kernel::Params params = {};
   Fp8Operands operands;

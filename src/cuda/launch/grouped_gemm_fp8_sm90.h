@@ -6,8 +6,9 @@
 
 namespace dropless::cuda {
 
-using GroupedGemmFp8Sm90Tiles = std::tuple<Fp8Tile<GemmTile<128, 192, 4, 1, false>, 192, 1>,
-                                           Fp8Tile<GemmTile<128, 256, 4, 1, false>, 128, 1>>;
+// For results in bfloat16, and for those in float32, which take twice the shared memory.
+using GroupedGemmFp8Sm90Tiles = std::tuple<Fp8Tile<192, 4, 1, 192>>;
+using GroupedGemmFp8Sm90F32Tiles = std::tuple<Fp8Tile<192, 3, 1, 192>>;
 
 // Which of them.
 constexpr int grouped_gemm_fp8_sm90_tile(int64_t, int64_t) { return 0; }

@@ -10,6 +10,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same value, of which the compiler does not know how it was made: it stays in its register,
+// where the compiler would rather make it anew in every round of a loop.
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals));
@@ -45,17 +52,21 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
       : "memory");
 }
 
-// Waits until the phase of the given parity is over.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+// Waits until the phase of the given parity is over. `barrier` is a shared-memory address.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "WAIT:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
-      "DONE:\n}\n" ::"r"(shared_address(barrier)),
+      "DONE:\n}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  mbarrier_wait(shared_address(barrier), parity);
 }
 
 // Named barriers 1..15; 0 is __syncthreads.

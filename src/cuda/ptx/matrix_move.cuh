@@ -44,6 +44,38 @@ __device__ __forceinline__ float4 load_shared_16(uint32_t smem_address) {
   return value;
 }
 
+__device__ __forceinline__ float load_shared(uint32_t smem_address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem_address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint4 load_shared_words(uint32_t smem_address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(smem_address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t smem_address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(smem_address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_word(uint32_t smem_address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_words(uint32_t smem_address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem_address), "r"(a), "r"(b) : "memory");
+}
+
 // 16 bytes from device to shared memory, asynchronously; zeros if not `present`.
 __device__ __forceinline__ void copy_async_16(uint32_t smem_address, const void* from,
                                               bool present) {
@@ -63,6 +95,12 @@ __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
                : "memory");
+}
+
+// The halves of two packed bf16.
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
 }
 
 // Two floats rounded to nearest even, `low` in the lower half.

@@ -23,6 +23,36 @@ __device__ __forceinline__ uint16_t encode_pair(float a, float b, float inverse)
                                   __NV_SATFINITE, __NV_E4M3);
 }
 
+// Codes of four values, the first in the lowest byte.
+__device__ __forceinline__ uint32_t encode_four(const float* v, float inverse) {
+  return encode_pair(v[0], v[1], inverse) | uint32_t{encode_pair(v[2], v[3], inverse)} << 16;
+}
+
+struct BlockScale {
+  float scale;
+  float inverse;
+};
+
+// The scale of a row of which kLanes neighbouring lanes have kValues values each.
+template <int kLanes, int kValues>
+__device__ __forceinline__ BlockScale row_scale(const float (&value)[kValues],
+                                                ScaleRounding rounding) {
+  float amax = 0.0f;
+#pragma unroll
+  for (float v : value) amax = fmaxf(amax, fabsf(v));
+  if (amax == INFINITY) {  // infinity takes no part; rare
+    amax = 0.0f;
+#pragma unroll
+    for (float v : value) amax = fmaxf(amax, finite_magnitude(v));
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  }
+  const float scale = block_scale(amax, rounding);
+  return {scale, inverse_scale(scale)};
+}
+
 // The scales of this thread's two rows.
 __device__ __forceinline__ RowScales row_scales(const float* value, ScaleRounding rounding) {
   RowScales rows;

@@ -10,14 +10,12 @@ namespace dropless::cuda {
 inline constexpr int kFp8Block = static_cast<int>(kScaleBlock);
 static_assert(kFp8Block == 2 * kChunk);  // chunks keep their bytes: 64 rows of 128
 
-// A tile and how its products reach their fp32 accumulators: in chunks of 64 x kChunkCols through
-// kScratches scratch accumulators. Two scratches let a warpgroup add up one chunk while its next
-// one is being multiplied, one leaves that to the other warpgroup. Accumulators and scratches
-// share a thread's registers: 64-row blocks of tile columns / 2, and kChunkCols / 2 a scratch.
-template <class Tile, int chunk_cols, int scratches>
-struct Fp8Tile : Tile {
+// A tile of 128 rows, of which two warpgroups multiply 64 each. Products reach their fp32
+// accumulators (columns / 2 registers of a thread) through a scratch accumulator of chunk_cols
+// columns (chunk_cols / 2 registers).
+template <int cols, int stages, int cluster, int chunk_cols>
+struct Fp8Tile : GemmTile<2 * kChunk, cols, stages, cluster, false> {
   static constexpr int kChunkCols = chunk_cols;
-  static constexpr int kScratches = scratches;
 };
 
 }  // namespace dropless::cuda

@@ -44,8 +44,8 @@ struct Box {
     return offset(thread / 32 * 16 + thread % 16, thread % 32 / 16);
   }
 
-  // The whole warpgroup: copies the box's first `rows` rows with ordinary stores.
-  template <class Out>
+  // kThreads threads: copies the box's first `rows` rows with ordinary stores.
+  template <class Out, int kThreads = kWarpgroup>
   __device__ static __forceinline__ void copy_rows(uint32_t box, const ResultMatrix& to, int col,
                                                    int row, int plane, int rows, int thread) {
     const int unit = thread % kUnits;
@@ -53,7 +53,7 @@ struct Box {
     uint8_t* out = to.data + plane * to.plane_bytes + row * to.row_bytes +
                    static_cast<int64_t>(col) * sizeof(Out) + unit * 16;
 #pragma unroll 1
-    for (int r = thread / kUnits; r < rows; r += kWarpgroup / kUnits) {
+    for (int r = thread / kUnits; r < rows; r += kThreads / kUnits) {
       *reinterpret_cast<float4*>(out + r * to.row_bytes) =
           ptx::load_shared_16(box + offset(r, unit));
     }
