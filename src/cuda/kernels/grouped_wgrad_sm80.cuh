@@ -32,48 +32,87 @@ struct WgradParams {
   bool accumulate;
 };
 
-template <class Math>
+template <class Math, bool kAligned>
 class GroupedWgradSm80 {
  public:
   using Element = typename Math::Element;
   static constexpr int kThreads = Math::kThreads;
   static constexpr int kSize = static_cast<int>(sizeof(Element));
-  using Scheduler = WeightTileScheduler<BlockTile>;
+  using Scheduler = WeightTileScheduler<GemmTile<Math::kRows, Math::kCols, kMostStages, 1, false>>;
 
   __device__ GroupedWgradSm80(const WgradParams& params, uint8_t* smem)
       : params_(params),
         smem_(ptx::shared_address(smem)),
-        rows_(reinterpret_cast<int*>(smem + params.stages * kStageBytes)) {}
+        staged_(Math::kStartsEarly ? smem_ + (params.stages - 1) * Math::kStageBytes : smem_),
+        tables_(smem_ + params.stages * Math::kStageBytes) {}
 
   __device__ void run() const {
     const Scheduler tiles(params_.offsets, params_.experts, params_.contraction, params_.rows,
                           params_.cols, params_.planes, 0);
-    WeightTile tile;
-    for (int item = blockIdx.x; tiles.find(item, tile); item += gridDim.x) {
-      if (tile.depth == 0 && params_.accumulate) continue;
+    int item = blockIdx.x;
+    WeightTile tile, next;
+    if (!find(tiles, item, tile)) return;
+    start(tile, look_up_first(tile));
+    while (true) {
+      item += gridDim.x;
+      const bool more = find(tiles, item, next);
+      const FirstRows first = more ? look_up_first(next) : FirstRows();
       Math math;
-      multiply(math, tile);
-      const StagedTile staged(smem_);
-      math.stage(staged);
+      math.clear();
+      Source source(*this, tile, params_.stages - 1);
+      multiply_stages(math, smem_, params_.stages, steps(tile), source);
       __syncthreads();
+      if (Math::kStartsEarly && more) start(next, first);
       if (params_.out_f32) {
-        store<float>(staged, tile);
+        finish<float>(math, tile);
       } else {
-        store<__nv_bfloat16>(staged, tile);
+        finish<__nv_bfloat16>(math, tile);
       }
-      __syncthreads();
+      if (!more) return;
+      if (!Math::kStartsEarly) {
+        __syncthreads();
+        start(next, first);
+      }
+      tile = next;
     }
   }
 
  private:
-  using Copy = StageCopy<Element, Major::kMn, kThreads>;
+  using LhsCopy = StageCopy<Element, Major::kMn, Math::kRows, kThreads>;
+  using RhsCopy = StageCopy<Element, Major::kMn, Math::kCols, kThreads>;
   static_assert(Math::kLhs == Major::kMn && Math::kRhs == Major::kMn);
-
   static_assert(2 * Math::kDepth <= 128 && 2 * Math::kDepth <= kThreads);
 
-  // The rows of x and dy at a stage's contraction steps stand in a ring of four tables in shared
-  // memory. One thread looks up one entry: its load is issued two steps, and its store one step,
-  // before the copies that need it, with a barrier between.
+  // The item's tile, or that of the first one after it which has something to do.
+  __device__ __forceinline__ bool find(const Scheduler& tiles, int& item, WeightTile& tile) const {
+    for (;; item += gridDim.x) {
+      if (!tiles.find(item, tile)) return false;
+      if (tile.depth > 0 || !params_.accumulate) return true;
+    }
+  }
+
+  __device__ __forceinline__ static int steps(const WeightTile& tile) {
+    return (tile.depth + Math::kDepth - 1) / Math::kDepth;
+  }
+
+  // The rows of x and dy at a stage's contraction steps stand in a ring of tables in shared memory.
+  // One thread looks up one entry: its load is issued two steps, and its store one step, before the
+  // copies that need it, with a barrier between; those of a tile's first steps before the tile that
+  // precedes it is multiplied.
+  static constexpr int kTables = 4;
+  static_assert(kTables >= kMostStages && (kTables & (kTables - 1)) == 0);
+  __device__ __forceinline__ uint32_t table(int step) const {
+    return tables_ + (step & (kTables - 1)) * (128 * 4);
+  }
+  struct FirstRows {
+    int found[kTables];
+  };
+  __device__ __forceinline__ FirstRows look_up_first(const WeightTile& tile) const {
+    FirstRows first;
+#pragma unroll
+    for (int step = 0; step < kTables; ++step) first.found[step] = look_up(tile, step);
+    return first;
+  }
   __device__ __forceinline__ bool looks_up() const { return threadIdx.x < 2 * Math::kDepth; }
   __device__ __forceinline__ const RowMap& own_map() const {
     return threadIdx.x < Math::kDepth ? params_.x_map : params_.dy_map;
@@ -83,71 +122,130 @@ class GroupedWgradSm80 {
     return looks_up() && r < tile.depth ? own_map().look_up(tile.first + r) : -1;
   }
   __device__ __forceinline__ void write_row(int step, int found) const {
-    if (looks_up()) {
-      rows_[step % 4 * 128 + threadIdx.x] = found < 0 ? -1 : own_map().resolve(found);
-    }
+    if (!looks_up()) return;
+    const int r = static_cast<int>(threadIdx.x) % Math::kDepth;
+    const int place =
+        threadIdx.x < Math::kDepth ? LhsCopy::place(r) : Math::kDepth + RhsCopy::place(r);
+    ptx::store_shared_4(table(step) + place * 4, found < 0 ? -1 : own_map().resolve(found));
   }
 
-  __device__ __forceinline__ void multiply(Math& math, const WeightTile& tile) const {
-    const Copy copy;
-    const uint8_t* x = params_.x + int64_t{tile.row} * kSize;
-    const uint8_t* dy =
-        params_.dy + tile.plane * params_.dy_plane_bytes + int64_t{tile.col} * kSize;
-    const int ahead = params_.stages - 1;
-    for (int step = 0; step <= ahead; ++step) write_row(step, look_up(tile, step));
-    int found = look_up(tile, ahead + 1);
+  __device__ __forceinline__ void start(const WeightTile& tile, const FirstRows& first) const {
+#pragma unroll
+    for (int step = 0; step < kTables; ++step) write_row(step, first.found[step]);
     __syncthreads();
-    math.clear();
-    const int steps = (tile.depth + Math::kDepth - 1) / Math::kDepth;
-    multiply_stages(math, smem_, params_.stages, steps, [&](int step, uint32_t stage) {
-      const int* table = rows_ + step % 4 * 128;
-      int rows[Copy::kCount];
-#pragma unroll
-      for (int i = 0; i < Copy::kCount; ++i) rows[i] = table[copy.row(i)];
-      copy.copy(stage, {x, x}, params_.x_row_bytes, rows, params_.rows - tile.row - copy.element(),
-                params_.access);
-#pragma unroll
-      for (int i = 0; i < Copy::kCount; ++i) rows[i] = table[Math::kDepth + copy.row(i)];
-      copy.copy(stage + kStageOperandBytes, {dy, dy}, params_.dy_row_bytes, rows,
-                params_.cols - tile.col - copy.element(), params_.access);
-      if (step < ahead) return;  // the first tables are there
-      write_row(step + 1, found);
-      found = look_up(tile, step + 2);
-    });
+    Source source(*this, tile, 0);
+    start_stages<Math>(smem_, params_.stages, steps(tile), source);
   }
+
+  // Copies the stages of one tile.
+  class Source {
+   public:
+    __device__ __forceinline__ Source(const GroupedWgradSm80& kernel, const WeightTile& tile,
+                                      int step)
+        : kernel_(kernel),
+          p_(kernel.params_),
+          tile_(tile),
+          step_(step),
+          x_(opaque(p_.x + (tile.row + (kAligned ? lhs_.element() : 0)) * int64_t{kSize})),
+          dy_(opaque(p_.dy + tile.plane * p_.dy_plane_bytes +
+                     (tile.col + (kAligned ? rhs_.element() : 0)) * int64_t{kSize})),
+          found_(step > 0 ? kernel.look_up(tile, step + 1) : -1) {}
+
+    __device__ __forceinline__ void operator()(uint32_t stage, int part) {
+      const uint32_t table = kernel_.table(step_);
+      if (part == 0) {
+        copy(lhs_, stage, x_, p_.x_row_bytes, table, p_.rows - tile_.row);
+      } else if (part == 1) {
+        copy(rhs_, stage + Math::kLhsBytes, dy_, p_.dy_row_bytes, table + Math::kDepth * 4,
+             p_.cols - tile_.col);
+      } else {
+        if (step_ >= p_.stages - 1) {  // the first tables are there
+          kernel_.write_row(step_ + 1, found_);
+          found_ = kernel_.look_up(tile_, step_ + 2);
+        }
+        ++step_;
+      }
+    }
+
+   private:
+    template <class Copy>
+    __device__ __forceinline__ void copy(const Copy& copy, uint32_t to, const uint8_t* from,
+                                         uint32_t row_bytes, uint32_t table, int count) const {
+      int rows[Copy::kCount];
+      copy.rows(table, rows);
+      if (kAligned) {
+        copy.copy_rows(to, from, row_bytes, rows, count > copy.element());
+      } else {
+        copy.copy(to, {from, from}, row_bytes, rows, count - copy.element(), p_.access);
+      }
+    }
+
+    const GroupedWgradSm80& kernel_;
+    const WgradParams& p_;
+    const WeightTile& tile_;
+    const LhsCopy lhs_;
+    const RhsCopy rhs_;
+    int step_;  // the next one
+    const uint8_t* const x_;
+    const uint8_t* const dy_;
+    int found_;
+  };
+
+  // The rows of one tile, on their way to the weight's gradient.
+  template <class Out>
+  class Sink {
+   public:
+    static constexpr bool kSums = false;
+
+    __device__ Sink(const WgradParams& p, const WeightTile& tile, int col)
+        : rows_(min(Math::kRows, p.rows - tile.row)),
+          count_(p.cols - tile.col - col),
+          row_bytes_(p.dw[tile.plane].row_bytes),
+          vector_(kAligned || p.vector),
+          accumulate_(p.accumulate),
+          out_(p.dw[tile.plane].data + tile.expert * p.dw[tile.plane].plane_bytes +
+               int64_t{tile.row} * row_bytes_ +
+               static_cast<int64_t>(tile.col + col) * sizeof(Out)) {}
+
+    __device__ __forceinline__ void load(int i, int r) {
+      if (!accumulate_) return;
+      load_8<Out, false>(out_ + r * row_bytes_, r < rows_ ? count_ : 0, vector_, old_[i]);
+    }
+    __device__ __forceinline__ float store(int i, int r, float (&value)[1][8]) const {
+      if (r >= rows_ || count_ <= 0) return 0.0f;
+      if (accumulate_) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value[0][j] += old_[i][j];
+      }
+      store_8<Out>(out_ + r * row_bytes_, count_, vector_, value[0]);
+      return 0.0f;
+    }
+
+   private:
+    const int rows_, count_;
+    const int64_t row_bytes_;
+    const bool vector_, accumulate_;
+    uint8_t* const out_;
+    float old_[4][8];
+  };
 
   template <class Out>
-  __device__ __forceinline__ void store(const StagedTile& staged, const WeightTile& tile) const {
-    const RowArray& to = params_.dw[tile.plane];
-    const int lane_col = threadIdx.x % 16 * 8, col = tile.col + lane_col;
-    const int count = params_.cols - col, rows = min(kBlockRows, params_.rows - tile.row);
-    if (count <= 0) return;
-    uint8_t* out = to.data + tile.expert * to.plane_bytes + int64_t{tile.row} * to.row_bytes +
-                   static_cast<int64_t>(col) * sizeof(Out);
-    for (int r = threadIdx.x / 16; r < rows; r += kThreads / 16) {
-      float value[8];
-      staged.load(r, lane_col, value);
-      uint8_t* row = out + r * to.row_bytes;
-      if (params_.accumulate) {
-        float old[8];
-        load_8<Out, false>(row, count, params_.vector, old);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] += old[i];
-      }
-      store_8<Out>(row, count, params_.vector, value);
-    }
+  __device__ __forceinline__ void finish(const Math& math, const WeightTile& tile) const {
+    Sink<Out> sink(params_, tile, Math::lane_col());
+    math.hand_out(staged_, 0, sink);
   }
 
   const WgradParams& params_;
   const uint32_t smem_;
-  int* const rows_;  // [4][128]
+  const uint32_t staged_;  // where tiles' rows are handed out
+  const uint32_t tables_;  // [kTables][128]
 };
 
-template <class Math>
-__global__ void __launch_bounds__(Math::kThreads, Math::kBlocks)
+template <class Math, bool kAligned>
+__global__ void __launch_bounds__(Math::kThreads, 1)
     grouped_wgrad_sm80_kernel(const __grid_constant__ WgradParams params) {
   extern __shared__ __align__(128) uint8_t smem[];
-  GroupedWgradSm80<Math>(params, smem).run();
+  GroupedWgradSm80<Math, kAligned>(params, smem).run();
 }
 
 }  // namespace dropless::cuda

@@ -11,7 +11,8 @@ namespace dropless::cuda {
 template <class T>
 Status launch_expert_down_backward_block(const ExpertDownBackwardArgs& args, float* row_sums,
                                          Stream stream) {
-  static_assert(kDownBackwardTileCols == kBlockCols, "a row sum a tile");
+  using Math = BlockMath<T, Major::kK, Major::kK>;
+  static_assert(Math::kCols >= kDownBackwardTileCols, "a row sum a tile");
   const int64_t rows = args.h.dims[0], width = args.h.dims[2];
   const RowMap map = map_of(args.slot_of_row, args.weights.dims[1], args.dy.dims[0]);
   if (width > 0) {
@@ -35,12 +36,12 @@ Status launch_expert_down_backward_block(const ExpertDownBackwardArgs& args, flo
     params.epilogue.cols = params.cols;
     params.epilogue.activation = args.activation;
     params.epilogue.vector = common_alignment({args.h, args.dh, args.pa}) == 16;
-    const Status status = launch_row_product<BlockMath<T, Major::kK, Major::kK>, Epilogue>(
+    const Status status = launch_row_product<Math, Epilogue>(
         "expert_down_backward", params, stream);
     if (!status.ok()) return status;
   }
   return launch_weight_gradient(args, args.dy, map, row_sums,
-                                static_cast<int>(ceil_div(width, kBlockCols)), stream);
+                                static_cast<int>(ceil_div(width, Math::kCols)), stream);
 }
 
 }  // namespace dropless::cuda

@@ -37,9 +37,12 @@ Status launch_grouped_wgrad_block(const GroupedWgradArgs& args, Stream stream) {
   params.out_f32 = args.dw[0].dtype == DType::kF32;
   params.accumulate = args.accumulate;
   const int64_t items =
-      params.experts * ceil_div(params.rows, kBlockRows) * planes * ceil_div(cols, kBlockCols);
-  return launch_blocks<Math>("grouped_wgrad", &grouped_wgrad_sm80_kernel<Math>, params, items,
-                             stream);
+      params.experts * ceil_div(params.rows, Math::kRows) * planes * ceil_div(cols, Math::kCols);
+  auto* kernel = &grouped_wgrad_sm80_kernel<Math, false>;
+  if constexpr (kHasAligned<T>) {
+    if (params.access == 16 && params.vector) kernel = &grouped_wgrad_sm80_kernel<Math, true>;
+  }
+  return launch_blocks<Math>("grouped_wgrad", kernel, params, items, stream);
 }
 
 }  // namespace dropless::cuda

@@ -13,26 +13,32 @@
 
 namespace dropless::cuda {
 
-template <class T, Major kLhs, Major kRhs>
-using BlockMath =
-    std::conditional_t<std::is_same_v<T, float>, FmaF32<kLhs, kRhs>, MmaBf16<kLhs, kRhs>>;
+template <class T, Major kLhs, Major kRhs, int kMatrices = 1>
+using BlockMath = std::conditional_t<std::is_same_v<T, float>, FmaF32<kLhs, kRhs, kMatrices>,
+                                     MmaBf16<kLhs, kRhs, kMatrices>>;
 
-// As many blocks a multiprocessor as Math says, fewer if there cannot be as many tiles. Where fewer
-// fit, the others follow. Sets params.stages.
+// Kernels for arrays all of whose rows are multiples of 16 bytes, beside those for any: the copies of
+// single elements cost registers even where they are never used, and the tensor cores' loop has none
+// to spare.
+template <class T>
+inline constexpr bool kHasAligned = std::is_same_v<T, __nv_bfloat16>;
+
+// One block a multiprocessor, fewer if there cannot be as many tiles; where two fit, they follow each
+// other. Sets params.stages.
 template <class Math, class Params>
 Status launch_blocks(const char* op, void (*kernel)(Params), Params params, int64_t most_items,
                      Stream stream) {
   const DeviceProperties* device = nullptr;
   DROPLESS_RETURN_IF_ERROR(current_device(&device));
-  // A block may have all but 1 KiB of a multiprocessor's shared memory, and each block needs 1 KiB
-  // more than it asks for.
-  constexpr int kReserved = 1024;
-  const int most = Math::kBlocks * (shared_bytes_of(kMostStages) + kReserved);
-  params.stages = most <= device->max_shared_bytes + kReserved ? kMostStages : 2;
-  const int shared_bytes = shared_bytes_of(params.stages);
+  params.stages = Math::kMostStages;
+  while (params.stages > kFewestStages &&
+         shared_bytes_of<Math>(params.stages) > device->max_shared_bytes) {
+    --params.stages;
+  }
+  const int shared_bytes = shared_bytes_of<Math>(params.stages);
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) ==
       cudaSuccess) {
-    const int64_t blocks = std::clamp<int64_t>(most_items, 1, Math::kBlocks * device->sm_count);
+    const int64_t blocks = std::clamp<int64_t>(most_items, 1, device->sm_count);
     kernel<<<static_cast<unsigned>(blocks), Math::kThreads, shared_bytes, stream>>>(params);
   }
   return launch_status(op);
@@ -69,13 +75,25 @@ inline RowArray row_array(const Tensor& t) {
 }
 
 template <class Math, class Epilogue>
-Status launch_row_product(const char* op, const RowProductParams<typename Epilogue::Params>& params,
+Status launch_row_product(const char* op, RowProductParams<typename Epilogue::Params> params,
                           Stream stream) {
-  const int64_t cols = kBlockCols / Epilogue::kMatrices;
+  const int64_t steps = ceil_div(params.depth, Math::kDepth);
+  const int64_t rhs_step = Math::kRhs == Major::kK ? kStageRowBytes
+                                                   : int64_t{Math::kDepth} * params.rhs_row_bytes;
+  params.lhs_plane_jump = params.lhs_plane_bytes - steps * kStageRowBytes;
+  params.rhs_plane_jump =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.rhs[1]) -
+                           reinterpret_cast<uintptr_t>(params.rhs[0])) - steps * rhs_step;
+  const int64_t cols = Math::kCols / Epilogue::kMatrices;
   const int64_t row_tiles =
-      ceil_div(params.rows, kBlockRows) + std::min(params.experts, params.rows);
-  return launch_blocks<Math>(op, &grouped_gemm_sm80_kernel<Math, Epilogue>, params,
-                             row_tiles * ceil_div(params.cols, cols), stream);
+      ceil_div(params.rows, Math::kRows) + std::min(params.experts, params.rows);
+  auto* kernel = &grouped_gemm_sm80_kernel<Math, Epilogue, false>;
+  if constexpr (kHasAligned<typename Math::Element>) {
+    if (params.access == 16 && params.epilogue.vector) {
+      kernel = &grouped_gemm_sm80_kernel<Math, Epilogue, true>;
+    }
+  }
+  return launch_blocks<Math>(op, kernel, params, row_tiles * ceil_div(params.cols, cols), stream);
 }
 
 template <class T>
@@ -154,9 +172,9 @@ Status launch_expert_up_block(const ExpertUpArgs& args, Stream stream) {
   params.epilogue.activation = args.activation;
   params.epilogue.vector = common_alignment({args.a, args.h}) == 16;
   return args.weights_transposed
-             ? launch_row_product<BlockMath<T, Major::kK, Major::kK>, Epilogue>("expert_up", params,
+             ? launch_row_product<BlockMath<T, Major::kK, Major::kK, 2>, Epilogue>("expert_up", params,
                                                                                 stream)
-             : launch_row_product<BlockMath<T, Major::kK, Major::kMn>, Epilogue>("expert_up",
+             : launch_row_product<BlockMath<T, Major::kK, Major::kMn, 2>, Epilogue>("expert_up",
                                                                                  params, stream);
 }
 

@@ -60,6 +60,25 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem_address, uint32_t 
                : "memory");
 }
 
+__device__ __forceinline__ int4 load_shared_int4(uint32_t smem_address) {
+  int4 value;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(smem_address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float load_shared_4(uint32_t smem_address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem_address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t smem_address, int value) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_4(uint32_t smem_address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address), "f"(value) : "memory");
 }

@@ -10,42 +10,42 @@
 
 namespace dropless::cuda {
 
-// Rows and columns of a block's tile of the result.
-inline constexpr int kBlockRows = 128;
-inline constexpr int kBlockCols = 128;
-using BlockTile = GemmTile<kBlockRows, kBlockCols, 3, 1, false>;
-
 // Bytes of contraction in a stage of one row (column) of an operand.
 inline constexpr int kStageRowBytes = 128;
-// A stage of one operand: 128 rows (columns) of it.
-inline constexpr int kStageOperandBytes = 128 * kStageRowBytes;
-inline constexpr int kStageBytes = 2 * kStageOperandBytes;
 
-// How a stage of one operand lies in shared memory, in chunks of 16 bytes:
-//   K-major:  128 rows of 128 bytes of contraction elements;
-//   MN-major: 128 bytes' worth of contraction steps, each of 128 columns.
+// How a stage of kWidth rows (columns) of an operand lies in shared memory, in chunks of 16 bytes:
+//   K-major:  kWidth rows of 128 bytes of contraction elements;
+//   MN-major: 128 bytes' worth of contraction steps, each of kWidth columns.
 // The place of a chunk in its row is its number XOR the row's last three bits, so that neither
 // copies nor the fragments' loads meet in a bank. Stages are multiples of 128 bytes: an address
 // (stage + row * pitch + chunk * 16) takes the XOR as a whole.
-template <class T, Major kMajor>
+template <class T, Major kMajor, int kWidth>
 struct StageLayout {
+  static constexpr Major kMajorOf = kMajor;
   static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(T));
   static constexpr int kRowChunks =
-      kMajor == Major::kK ? kStageRowBytes / 16 : 128 / kChunkElements;
+      kMajor == Major::kK ? kStageRowBytes / 16 : kWidth / kChunkElements;
   static constexpr int kPitch = kRowChunks * 16;
-  static constexpr int kRows = kStageOperandBytes / kPitch;
+  static constexpr int kRows = kWidth * kStageRowBytes / kPitch;
 
   __device__ static __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kPitch + ((chunk ^ (row & 7)) << 4);
   }
 };
 
+// The same address, but opaque: the compiler then keeps it in registers, where it would compute it
+// anew at each use, and base + row * bytes is one instruction.
+__device__ __forceinline__ const uint8_t* opaque(const uint8_t* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
 // The part of a stage of one operand that one thread copies: kCount chunks, one column of chunks of
 // the stage, of rows row(0), row(1), ...
-template <class T, Major kMajor, int kThreads>
+template <class T, Major kMajor, int kWidth, int kThreads>
 class StageCopy {
  public:
-  using Layout = StageLayout<T, kMajor>;
+  using Layout = StageLayout<T, kMajor, kWidth>;
   static constexpr int kRowStep = kThreads / Layout::kRowChunks;
   static constexpr int kCount = Layout::kRows / kRowStep;
 
@@ -55,6 +55,58 @@ class StageCopy {
   __device__ __forceinline__ int row(int i) const { return first_row_ + i * kRowStep; }
   // The first element of this thread's chunks in a row of the stage.
   __device__ __forceinline__ int element() const { return chunk_ * Layout::kChunkElements; }
+
+  // Where row r of a stage stands in a table of rows, and the rows that this thread copies: as they
+  // are read, kCount adjacent entries.
+  __device__ __forceinline__ static int place(int r) { return r % kRowStep * kCount + r / kRowStep; }
+  __device__ __forceinline__ void rows(uint32_t table, int (&rows)[kCount]) const {
+    static_assert(kCount % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int4 four = ptx::load_shared_int4(table + (first_row_ * kCount + i) * 4);
+      rows[i] = four.x;
+      rows[i + 1] = four.y;
+      rows[i + 2] = four.z;
+      rows[i + 3] = four.w;
+    }
+  }
+
+  // Copies chunk i to `stage`, for aligned addresses; locate(i, from) says from where, and whether it
+  // exists: else it is zeros.
+  template <class Locate>
+  __device__ __forceinline__ void copy_some(uint32_t stage, const Locate& locate) const {
+    const uint32_t to = stage + Layout::offset(first_row_, chunk_);
+#pragma unroll 1  // a branch; unrolled, predicates would cost the stages where all exist as much
+    for (int i = 0; i < kCount; ++i) {
+      const uint8_t* from;
+      const bool exists = locate(i, from);
+      ptx::copy_async_16(to + i * (kRowStep * Layout::kPitch), from, exists);
+    }
+  }
+  // The same where all exist: chunk i from base + i * step_bytes, and, counted anew, the chunks of
+  // the stage's upper half from `upper` on.
+  __device__ __forceinline__ void copy_all(uint32_t stage, const uint8_t* base,
+                                           const uint8_t* upper, uint32_t step_bytes) const {
+    const uint32_t to = stage + Layout::offset(first_row_, chunk_);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint8_t* from = i < kCount / 2 ? base + uint64_t{step_bytes} * i
+                                           : upper + uint64_t{step_bytes} * (i - kCount / 2);
+      ptx::copy_async_16(to + i * (kRowStep * Layout::kPitch), from, true);
+    }
+  }
+  // Copies chunk i to `stage` from base + rows[i] * row_bytes, for aligned addresses; zeros where
+  // that is negative or `exists` is false.
+  __device__ __forceinline__ void copy_rows(uint32_t stage, const uint8_t* base, uint32_t row_bytes,
+                                            const int (&rows)[kCount], bool exists) const {
+    const uint32_t to = stage + Layout::offset(first_row_, chunk_);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      ptx::copy_async_16(to + i * (kRowStep * Layout::kPitch),
+                         base + uint64_t{static_cast<uint32_t>(rows[i])} * row_bytes,
+                         exists && rows[i] >= 0);
+    }
+  }
 
   // Copies to `stage`: chunk i comes from base[0] (base[1] in the stage's upper half of rows)
   // + rows[i] * row_bytes + element() elements, where `count` of its elements exist, and none if

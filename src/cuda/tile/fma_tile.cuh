@@ -1,28 +1,23 @@
-// A block's 128x128 tile of a product on GPUs since sm_80: multiplying a stage in shared memory
-// into accumulators, and turning the accumulators into rows of fp32 in shared memory.
+// As mma_tile.cuh, for float32 operands by FFMA, never TF32.
 #pragma once
-
-#include <cuda_bf16.h>
 
 #include <cstdint>
 
-#include "cuda/ptx/matrix_move.cuh"
-#include "cuda/ptx/mma.cuh"
-#include "cuda/tile/stage_copy.cuh"
+#include "cuda/tile/mma_tile.cuh"
 
 namespace dropless::cuda {
 
-// The tile as fp32 rows in shared memory, for the epilogues. It takes the place of the stages.
+// A tile of 128x128 as fp32 rows in shared memory.
 class StagedTile {
  public:
-  static constexpr int kBytes = kBlockRows * kBlockCols * 4;
+  static constexpr int kBytes = 128 * 128 * 4;
 
   __device__ explicit StagedTile(uint32_t smem) : smem_(smem) {}
 
   // Address of 16-byte unit `unit` of a row. Swizzled so that neither fragments' writes nor reads
   // of two units a lane meet in a bank.
   __device__ __forceinline__ uint32_t address(int row, int unit) const {
-    return smem_ + row * (kBlockCols * 4) + ((unit ^ (unit >> 3 & 1) ^ ((row & 3) << 1)) << 4);
+    return smem_ + row * (128 * 4) + ((unit ^ (unit >> 3 & 1) ^ ((row & 3) << 1)) << 4);
   }
   // Columns col .. col + 7 of a row; col is a multiple of 8.
   __device__ __forceinline__ void load(int row, int col, float (&value)[8]) const {
@@ -40,111 +35,22 @@ class StagedTile {
   uint32_t smem_;
 };
 
-// bf16 operands on tensor cores: four warps, each 64x64 of the tile. A stage is 64 contraction
-// elements.
-template <Major kLhsMajor, Major kRhsMajor>
-class MmaBf16 {
- public:
-  using Element = __nv_bfloat16;
-  static constexpr Major kLhs = kLhsMajor, kRhs = kRhsMajor;
-  static constexpr int kThreads = 128;
-  static constexpr int kBlocks = 2;  // a multiprocessor
-  static constexpr int kDepth = kStageRowBytes / 2;
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) acc_[i][j][k] = 0.0f;
-      }
-    }
-  }
-
-  __device__ MmaBf16() {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // A fragment's four 8x8 matrices: of lhs, first both halves of the rows; of rhs, first both
-    // halves of the contraction.
-    const int r = lane % 8, low = lane / 8 % 2, high = lane / 16;
-    lhs_ = place<kLhsMajor>(warp / 2 * 64, r, low, high);
-    rhs_ = place<kRhsMajor>(warp % 2 * 64, r, high, low);
-  }
-
-  __device__ __forceinline__ void multiply(uint32_t lhs, uint32_t rhs) {
-    lhs += lhs_;
-    rhs += rhs_;
-#pragma unroll
-    for (int step = 0; step < kDepth / 16; ++step) {
-      uint32_t a[4][4], b[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        load<kLhsMajor>(a[i], lhs, i, step);
-        load<kRhsMajor>(b[i], rhs, i, step);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          ptx::mma_bf16(acc_[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void stage(const StagedTile& tile) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = warp / 2 * 64 + lane / 4, unit = warp % 2 * 16 + lane % 4 / 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          ptx::store_shared_v2(tile.address(row + 16 * i + 8 * half, unit + 2 * j) + lane % 2 * 8,
-                               acc_[i][j][2 * half], acc_[i][j][2 * half + 1]);
-        }
-      }
-    }
-  }
-
- private:
-  // What row r of the matrix in half `mn_half` of the first 16 rows (columns) of this warp, and
-  // half `k_half` of the first 16 contraction elements, adds to a stage's address.
-  template <Major kMajor>
-  __device__ static __forceinline__ uint32_t place(int mn, int r, int mn_half, int k_half) {
-    using Layout = StageLayout<Element, kMajor>;
-    return kMajor == Major::kK ? Layout::offset(mn + 8 * mn_half + r, k_half)
-                               : Layout::offset(8 * k_half + r, mn / 8 + mn_half);
-  }
-
-  // The fragment of the i-th 16 rows (columns) and the step-th 16 contraction elements. Two chunks
-  // on is an XOR, since the chunk's number has been XORed with the row already.
-  template <Major kMajor>
-  __device__ static __forceinline__ void load(uint32_t (&fragment)[4], uint32_t address, int i,
-                                              int step) {
-    constexpr int kPitch = StageLayout<Element, kMajor>::kPitch;
-    if constexpr (kMajor == Major::kK) {
-      ptx::load_matrix_x4(fragment, (address ^ (2 * step << 4)) + 16 * i * kPitch);
-    } else {
-      ptx::load_matrix_x4_transposed(fragment, (address ^ (2 * i << 4)) + 16 * step * kPitch);
-    }
-  }
-
-  uint32_t lhs_, rhs_;
-  float acc_[4][8][4];  // 16 rows, 8 columns, the fragment
-};
-
-// float32 operands by FFMA, never TF32: 256 threads, each 8x8 of the tile. A stage is 32
+// 256 threads, each 8x8 of the tile; 64 columns of each matrix where two share it. A stage is 32
 // contraction elements.
-template <Major kLhsMajor, Major kRhsMajor>
+template <Major kLhsMajor, Major kRhsMajor, int kMatrices = 1>
 class FmaF32 {
  public:
   using Element = float;
   static constexpr Major kLhs = kLhsMajor, kRhs = kRhsMajor;
   static constexpr int kThreads = 256;
-  static constexpr int kBlocks = 1;  // a multiprocessor: two would leave 128 registers a thread
+  static constexpr int kRows = 128, kCols = 128;
   static constexpr int kDepth = kStageRowBytes / 4;
+  static constexpr int kLhsBytes = kRows * kStageRowBytes;
+  static constexpr int kStageBytes = (kRows + kCols) * kStageRowBytes;
+  static constexpr int kMostStages = 3;
+  static constexpr bool kStartsEarly = false;  // staged rows take the place of two stages
+  static constexpr int kStagedBytes = StagedTile::kBytes;
+  static constexpr int kWarpCols = 1;
 
   __device__ FmaF32()
       : row_(threadIdx.x / 64 * 4 + threadIdx.x % 32 / 8),
@@ -160,6 +66,17 @@ class FmaF32 {
 
   // Fragments are loaded 16 bytes at a time along what is contiguous: four contraction elements of
   // one row (column), or four rows (columns) of one contraction element.
+  __device__ __forceinline__ void begin(uint32_t) {}
+
+  template <class Part, class Arrive>
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t, const Part& part,
+                                           const Arrive& arrive) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) part(i);
+    multiply(stage, stage + kLhsBytes);
+    arrive();
+  }
+
   __device__ __forceinline__ void multiply(uint32_t lhs, uint32_t rhs) {
 #pragma unroll
     for (int step = 0; step < kDepth / 4; ++step) {
@@ -207,6 +124,38 @@ class FmaF32 {
     }
   }
 
+  __device__ __forceinline__ static int lane_col() { return threadIdx.x % kLanes * 8; }
+
+  // As MmaBf16 does, but blocks of threads wait for each other.
+  template <class Sink>
+  __device__ __forceinline__ void hand_out(uint32_t smem, uint32_t sums, Sink& sink) const {
+    constexpr int kPassRows = kThreads / kLanes, kPasses = kMatrices == 1 ? 4 : 2;
+    const StagedTile tile(smem);
+    stage(tile);
+    __syncthreads();
+#pragma unroll 1
+    for (int first = threadIdx.x / kLanes; first < kRows; first += kPasses * kPassRows) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) sink.load(pass, first + pass * kPassRows);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = first + pass * kPassRows;
+        float value[kMatrices][8];
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) tile.load(row, m * 64 + lane_col(), value[m]);
+        float sum = sink.store(pass, row, value);
+        if constexpr (Sink::kSums) {
+#pragma unroll
+          for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+          if (threadIdx.x % kLanes == 0) ptx::store_shared_4(sums + row * 4, sum);
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLanes = 16 / kMatrices;  // of a row
+
   __device__ __forceinline__ void stage(const StagedTile& tile) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -229,7 +178,6 @@ class FmaF32 {
     }
   }
 
- private:
   // The i-th of 8 rows (columns) of place 0 .. 15.
   template <Major kMajor>
   __device__ static __forceinline__ int index(int place, int i) {
@@ -239,14 +187,14 @@ class FmaF32 {
   // K-major: the `step`-th four contraction elements of the i-th row (column).
   __device__ static __forceinline__ void load_row(float (&value)[4], uint32_t stage, int place,
                                                   int i, int step) {
-    using Layout = StageLayout<float, Major::kK>;
+    using Layout = StageLayout<float, Major::kK, 128>;
     load_4(value, ((stage + Layout::offset(place, 0)) ^ (step << 4)) + 16 * i * Layout::kPitch);
   }
 
   // MN-major: contraction element k of all 8 columns (rows).
   __device__ static __forceinline__ void load_step(float (&value)[8], uint32_t stage, int place,
                                                    int k) {
-    constexpr int kPitch = StageLayout<float, Major::kMn>::kPitch;
+    constexpr int kPitch = StageLayout<float, Major::kMn, 128>::kPitch;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float part[4];
