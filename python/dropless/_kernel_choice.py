@@ -11,7 +11,9 @@ from dropless._activation import Activation
 from dropless._devices import NamedDevice
 from dropless._experts_fp8 import has_fused_kernels
 
-_BLOCK_TILE = (128, 128)  # of the result, in the GPU kernels that are not Hopper's own
+# Of the result and of the contraction, in the GPU kernels that are not Hopper's own.
+_SM80_TILE = (128, 256, 64)
+_F32_TILE = (128, 128, 32)
 
 
 def gpu_path() -> str:
@@ -60,7 +62,7 @@ def kernel_of(
         reason = "no fused FP8 kernel for this activation: products by Hopper's, the rest by XLA"
         return f"{op} by grouped_gemm_fp8_sm90", None, reason
     if precision == "f32":
-        return f"{op}_f32", (*_BLOCK_TILE, 32), "float32 operands: fused multiply-adds, never TF32"
+        return f"{op}_f32", _F32_TILE, "float32 operands: fused multiply-adds, never TF32"
     # As src/cuda/launch/product_path.cc chooses.
     capability = float(getattr(device, "compute_capability", None) or 0)
     if gpu_path() == "sm80":
@@ -74,4 +76,4 @@ def kernel_of(
         )
     else:
         return f"{op}_sm90", None, hopper
-    return f"{op}_sm80", (*_BLOCK_TILE, 64), reason
+    return f"{op}_sm80", _SM80_TILE, reason

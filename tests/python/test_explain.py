@@ -182,7 +182,7 @@ def test_n1_every_gpu_kernel_has_a_name_and_the_reason_is_the_true_one(monkeypat
     monkeypatch.setenv("DROPLESS_GPU_PATH", "sm80")
     for gemm in told("H200"):
         assert gemm.kernel.endswith("_sm80") and "DROPLESS_GPU_PATH" in gemm.reason
-        assert gemm.tile == (128, 128, 64)
+        assert gemm.tile == (128, 256, 64)
     assert all(gemm.kernel.endswith("_f32") for gemm in told("H200", "f32"))
     monkeypatch.setenv("DROPLESS_GPU_PATH", "auto")
     assert all(gemm.kernel.endswith("_sm90") for gemm in told("H200"))

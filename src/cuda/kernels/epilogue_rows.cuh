@@ -1,6 +1,6 @@
-// What follows a product on the kernels for every GPU since sm_80: sinks that a tile's rows are handed
-// out to (mma_tile.cuh), 8 adjacent columns a lane. T is the type of the operands; kAligned: all
-// arrays are multiples of 16 bytes; kPlainSilu: the activation is SiLU without options.
+// What follows a product on the kernels for every GPU since sm_80: sinks that a tile's rows are
+// handed out to (mma_tile.cuh), 8 adjacent columns a lane. T is the type of the operands; kAligned:
+// all arrays are multiples of 16 bytes; kPlainSilu: the activation is SiLU without options.
 #pragma once
 
 #include "cuda/tile/glu.cuh"
@@ -57,8 +57,7 @@ struct StoreRows {
       if (p_.a.data == nullptr) return 0.0f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        value[0][i] =
-            glu<false, sizeof(T) == 4>(p_.activation, round_to(T{}, value[0][i]), 0.0f).a;
+        value[0][i] = glu<false, sizeof(T) == 4>(p_.activation, round_to(T{}, value[0][i]), 0.0f).a;
       }
       store_8<T>(p_.a.data + row * p_.a.row_bytes + col_ * int64_t{sizeof(T)}, count, vector_,
                  value[0]);

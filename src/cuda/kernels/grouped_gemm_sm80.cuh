@@ -3,9 +3,9 @@
 //
 // Persistent blocks, one a multiprocessor. A block copies operands into a ring of stages with
 // cp.async, rows gathered on the way where a map says so. Before it hands a finished tile's rows to
-// the epilogue (epilogue_rows.cuh) it starts the next tile's copies. Rows past a group's end, columns
-// and contraction elements that do not exist are zeros in shared memory and never read, so that any
-// size and alignment works.
+// the epilogue (epilogue_rows.cuh) it starts the next tile's copies. Rows past a group's end,
+// columns and contraction elements that do not exist are zeros in shared memory and never read, so
+// that any size and alignment works.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,7 @@ constexpr int shared_bytes_of(int stages) {
 // Starts the copies of a tile's first stages - 1 steps; issue(stage, part) does one of the
 // kParts pieces that start the copies of the next step.
 template <class Math, class Issue>
-__device__ __forceinline__ void start_stages(uint32_t smem, int stages, int steps,
-                                             Issue&& issue) {
+__device__ __forceinline__ void start_stages(uint32_t smem, int stages, int steps, Issue&& issue) {
 #pragma unroll 1
   for (int step = 0; step < stages - 1; ++step) {
     if (step < steps) {
@@ -197,8 +196,8 @@ class GroupedGemmSm80 {
     const uint32_t sums = Math::kStartsEarly ? staged_ + Math::kStagedBytes
                                              : ptx::shared_address(tables_ + kTableBytes);
     const auto hand_out = [&]<bool kPlainSilu>() {
-      typename Epilogue::template Sink<kAligned, kPlainSilu> sink(
-          params_.epilogue, tile, Math::lane_col(), scalars(turn));
+      typename Epilogue::template Sink<kAligned, kPlainSilu> sink(params_.epilogue, tile,
+                                                                  Math::lane_col(), scalars(turn));
       math.hand_out(staged_, sums, sink);
     };
     Epilogue::dispatch(params_.epilogue, hand_out);
@@ -284,8 +283,7 @@ class GroupedGemmSm80 {
       if constexpr (kAligned) {
         const uint32_t step = RhsCopy::kRowStep * p_.rhs_row_bytes;
         constexpr int kHalf = RhsCopy::kCount / 2;
-        const uint8_t* upper =
-            kTwo ? rhs_from_[1] : rhs_from_[0] + uint64_t{step} * kHalf;
+        const uint8_t* upper = kTwo ? rhs_from_[1] : rhs_from_[0] + uint64_t{step} * kHalf;
         if (left_ >= Math::kDepth && tile_.col + kTileCols <= p_.cols) {
           rhs_.copy_all(stage, rhs_from_[0], upper, step);
         } else {
@@ -330,7 +328,8 @@ class GroupedGemmSm80 {
   const Params& params_;
   const uint32_t smem_;
   const uint32_t staged_;  // where tiles' rows are handed out
-  uint8_t* const tables_;  // two turns of the tile's rows of lhs, -1 where there is none; of scalars
+  uint8_t* const
+      tables_;  // two turns of the tile's rows of lhs, -1 where there is none; of scalars
   const int steps_;
 };
 

@@ -36,8 +36,8 @@ Status launch_expert_down_backward_block(const ExpertDownBackwardArgs& args, flo
     params.epilogue.cols = params.cols;
     params.epilogue.activation = args.activation;
     params.epilogue.vector = common_alignment({args.h, args.dh, args.pa}) == 16;
-    const Status status = launch_row_product<Math, Epilogue>(
-        "expert_down_backward", params, stream);
+    const Status status =
+        launch_row_product<Math, Epilogue>("expert_down_backward", params, stream);
     if (!status.ok()) return status;
   }
   return launch_weight_gradient(args, args.dy, map, row_sums,

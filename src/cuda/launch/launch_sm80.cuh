@@ -17,14 +17,14 @@ template <class T, Major kLhs, Major kRhs, int kMatrices = 1>
 using BlockMath = std::conditional_t<std::is_same_v<T, float>, FmaF32<kLhs, kRhs, kMatrices>,
                                      MmaBf16<kLhs, kRhs, kMatrices>>;
 
-// Kernels for arrays all of whose rows are multiples of 16 bytes, beside those for any: the copies of
-// single elements cost registers even where they are never used, and the tensor cores' loop has none
-// to spare.
+// Kernels for arrays all of whose rows are multiples of 16 bytes, beside those for any: the copies
+// of single elements cost registers even where they are never used, and the tensor cores' loop has
+// none to spare.
 template <class T>
 inline constexpr bool kHasAligned = std::is_same_v<T, __nv_bfloat16>;
 
-// One block a multiprocessor, fewer if there cannot be as many tiles; where two fit, they follow each
-// other. Sets params.stages.
+// One block a multiprocessor, fewer if there cannot be as many tiles; where two fit, they follow
+// each other. Sets params.stages.
 template <class Math, class Params>
 Status launch_blocks(const char* op, void (*kernel)(Params), Params params, int64_t most_items,
                      Stream stream) {
@@ -78,12 +78,12 @@ template <class Math, class Epilogue>
 Status launch_row_product(const char* op, RowProductParams<typename Epilogue::Params> params,
                           Stream stream) {
   const int64_t steps = ceil_div(params.depth, Math::kDepth);
-  const int64_t rhs_step = Math::kRhs == Major::kK ? kStageRowBytes
-                                                   : int64_t{Math::kDepth} * params.rhs_row_bytes;
+  const int64_t rhs_step =
+      Math::kRhs == Major::kK ? kStageRowBytes : int64_t{Math::kDepth} * params.rhs_row_bytes;
   params.lhs_plane_jump = params.lhs_plane_bytes - steps * kStageRowBytes;
-  params.rhs_plane_jump =
-      static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.rhs[1]) -
-                           reinterpret_cast<uintptr_t>(params.rhs[0])) - steps * rhs_step;
+  params.rhs_plane_jump = static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.rhs[1]) -
+                                               reinterpret_cast<uintptr_t>(params.rhs[0])) -
+                          steps * rhs_step;
   const int64_t cols = Math::kCols / Epilogue::kMatrices;
   const int64_t row_tiles =
       ceil_div(params.rows, Math::kRows) + std::min(params.experts, params.rows);
@@ -172,10 +172,10 @@ Status launch_expert_up_block(const ExpertUpArgs& args, Stream stream) {
   params.epilogue.activation = args.activation;
   params.epilogue.vector = common_alignment({args.a, args.h}) == 16;
   return args.weights_transposed
-             ? launch_row_product<BlockMath<T, Major::kK, Major::kK, 2>, Epilogue>("expert_up", params,
-                                                                                stream)
+             ? launch_row_product<BlockMath<T, Major::kK, Major::kK, 2>, Epilogue>("expert_up",
+                                                                                   params, stream)
              : launch_row_product<BlockMath<T, Major::kK, Major::kMn, 2>, Epilogue>("expert_up",
-                                                                                 params, stream);
+                                                                                    params, stream);
 }
 
 }  // namespace dropless::cuda

@@ -93,9 +93,7 @@ class MmaBf16 {
   }
 
   // The first of the 8 columns of a matrix that this lane gets of a row, in the tile.
-  __device__ __forceinline__ static int lane_col() {
-    return warp_col() + threadIdx.x % kLanes * 8;
-  }
+  __device__ __forceinline__ static int lane_col() { return warp_col() + threadIdx.x % kLanes * 8; }
 
   // Hands out the tile's rows, 8 columns of kMatrices matrices a lane: sink.load(i, row) first, for
   // the rows whose loads may be in flight together, then sink.store(i, row, values) for the same.
@@ -162,8 +160,7 @@ class MmaBf16 {
   __device__ static __forceinline__ void load(uint32_t (&fragment)[4], uint32_t address, int i,
                                               int skip, int step) {
     if constexpr (Layout::kMajorOf == Major::kK) {
-      ptx::load_matrix_x4(fragment,
-                          (address ^ (2 * step << 4)) + (16 * i + skip) * Layout::kPitch);
+      ptx::load_matrix_x4(fragment, (address ^ (2 * step << 4)) + (16 * i + skip) * Layout::kPitch);
     } else {
       ptx::load_matrix_x4_transposed(
           fragment, (address ^ (2 * i << 4)) + 16 * step * Layout::kPitch + skip * 2);
@@ -192,9 +189,8 @@ class MmaBf16 {
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::store_shared_v2(
-            unit_address(own, row + 8 * half, unit + 2 * j) + threadIdx.x % 2 * 8,
-            acc_[i][j][2 * half], acc_[i][j][2 * half + 1]);
+        ptx::store_shared_v2(unit_address(own, row + 8 * half, unit + 2 * j) + threadIdx.x % 2 * 8,
+                             acc_[i][j][2 * half], acc_[i][j][2 * half + 1]);
       }
     }
   }

@@ -58,7 +58,9 @@ class StageCopy {
 
   // Where row r of a stage stands in a table of rows, and the rows that this thread copies: as they
   // are read, kCount adjacent entries.
-  __device__ __forceinline__ static int place(int r) { return r % kRowStep * kCount + r / kRowStep; }
+  __device__ __forceinline__ static int place(int r) {
+    return r % kRowStep * kCount + r / kRowStep;
+  }
   __device__ __forceinline__ void rows(uint32_t table, int (&rows)[kCount]) const {
     static_assert(kCount % 4 == 0);
 #pragma unroll
@@ -71,8 +73,8 @@ class StageCopy {
     }
   }
 
-  // Copies chunk i to `stage`, for aligned addresses; locate(i, from) says from where, and whether it
-  // exists: else it is zeros.
+  // Copies chunk i to `stage`, for aligned addresses; locate(i, from) says from where, and whether
+  // it exists: else it is zeros.
   template <class Locate>
   __device__ __forceinline__ void copy_some(uint32_t stage, const Locate& locate) const {
     const uint32_t to = stage + Layout::offset(first_row_, chunk_);
