@@ -57,6 +57,13 @@ class Decoder {
   void workspace(Out& buffer) { workspace_ = out("workspace", buffer); }
   const Tensor& workspace() const { return workspace_; }
 
+  // Keeps how many multiprocessors a product may take, 0: all; the CPU backend has no use for it.
+  void num_sms(int32_t sms) {
+    if (sms < 0) fail("num_sms must be at least 0, but is " + std::to_string(sms));
+    num_sms_ = sms;
+  }
+  int32_t num_sms() const { return num_sms_; }
+
   void fail(const std::string& message) {
     if (status_.ok()) {
       status_ = Status(StatusCode::kInvalidArgument, std::string(op_) + ": " + message);
@@ -110,6 +117,7 @@ class Decoder {
   const char* op_;
   Status status_;
   Tensor workspace_;
+  int32_t num_sms_ = 0;
 };
 
 // Runs `body`, a function that returns Status; the only place where a Status becomes an error of

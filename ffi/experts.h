@@ -55,16 +55,19 @@ struct ExpertUp {
             .template Ret<ffi::AnyBuffer>()  // workspace
             .template Attr<int64_t>("experts_per_token")
             .template Attr<int32_t>("weights_transposed")
-            .template Attr<int32_t>("scale_rounding"));
+            .template Attr<int32_t>("scale_rounding")
+            .template Attr<int32_t>("num_sms"));
   }
 
   static ExpertUpArgs decode(Decoder& d, In x, In x_scale, In gate, In up, In gate_scale,
                              In up_scale, In gate_bias, In up_bias, In offsets, In slot_of_row,
                              Out h, Out h_scale, Out a, Out a_scale, Out workspace,
                              int64_t experts_per_token, int32_t weights_transposed,
-                             int32_t scale_rounding, int32_t activation, int32_t gated, float slope,
-                             float gate_limit, float up_limit, float up_offset) {
+                             int32_t scale_rounding, int32_t num_sms, int32_t activation,
+                             int32_t gated, float slope, float gate_limit, float up_limit,
+                             float up_offset) {
     ExpertUpArgs args;
+    d.num_sms(num_sms);
     d.workspace(workspace);
     args.x = d.in("x", x);
     args.x_scale = d.optional_in("x_scale", x_scale);
@@ -110,16 +113,19 @@ struct ExpertDownBackward {
             .template Ret<ffi::AnyBuffer>()  // pa [M, I]
             .template Ret<ffi::AnyBuffer>()  // d_weights [T, K]
             .template Ret<ffi::AnyBuffer>()  // workspace
-            .template Attr<int32_t>("scale_rounding"));
+            .template Attr<int32_t>("scale_rounding")
+            .template Attr<int32_t>("num_sms"));
   }
 
   static ExpertDownBackwardArgs decode(Decoder& d, In dy, In dy_scale, In down, In down_scale,
                                        In down_bias, In h, In h_scale, In weights, In offsets,
                                        In slot_of_row, Out dh, Out dh_q, Out dh_scale, Out pa,
                                        Out d_weights, Out workspace, int32_t scale_rounding,
-                                       int32_t activation, int32_t gated, float slope,
-                                       float gate_limit, float up_limit, float up_offset) {
+                                       int32_t num_sms, int32_t activation, int32_t gated,
+                                       float slope, float gate_limit, float up_limit,
+                                       float up_offset) {
     ExpertDownBackwardArgs args;
+    d.num_sms(num_sms);
     d.workspace(workspace);
     args.dy = d.in("dy", dy);
     args.dy_scale = d.optional_in("dy_scale", dy_scale);
@@ -147,19 +153,21 @@ struct ExpertUpBackward {
   template <class Binding>
   static auto bind(Binding binding) {
     return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()   // dh [M, P, I]
-        .template Arg<ffi::AnyBuffer>()   // dh_scale [M, P, ceil(I/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()   // gate [E, H, I]
-        .template Arg<ffi::AnyBuffer>()   // up [E, H, I] or (0,)
-        .template Arg<ffi::AnyBuffer>()   // gate_scale [E, ceil(H/128), ceil(I/128)] or (0,)
-        .template Arg<ffi::AnyBuffer>()   // up_scale, as gate_scale
-        .template Arg<ffi::AnyBuffer>()   // offsets [E+1]
-        .template Ret<ffi::AnyBuffer>();  // dx_rows [M, H]
+        .template Arg<ffi::AnyBuffer>()  // dh [M, P, I]
+        .template Arg<ffi::AnyBuffer>()  // dh_scale [M, P, ceil(I/128)] or (0,)
+        .template Arg<ffi::AnyBuffer>()  // gate [E, H, I]
+        .template Arg<ffi::AnyBuffer>()  // up [E, H, I] or (0,)
+        .template Arg<ffi::AnyBuffer>()  // gate_scale [E, ceil(H/128), ceil(I/128)] or (0,)
+        .template Arg<ffi::AnyBuffer>()  // up_scale, as gate_scale
+        .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
+        .template Ret<ffi::AnyBuffer>()  // dx_rows [M, H]
+        .template Attr<int32_t>("num_sms");
   }
 
   static ExpertUpBackwardArgs decode(Decoder& d, In dh, In dh_scale, In gate, In up, In gate_scale,
-                                     In up_scale, In offsets, Out dx_rows) {
+                                     In up_scale, In offsets, Out dx_rows, int32_t num_sms) {
     ExpertUpBackwardArgs args;
+    d.num_sms(num_sms);
     args.dh = d.in("dh", dh);
     args.dh_scale = d.optional_in("dh_scale", dh_scale);
     args.gate = d.in("gate", gate);

@@ -19,12 +19,14 @@ struct GroupedGemm {
         .template Arg<ffi::AnyBuffer>()  // bias [E, N] or (0,)
         .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
         .template Ret<ffi::AnyBuffer>()  // out [M, N]
-        .template Attr<int32_t>("rhs_transposed");
+        .template Attr<int32_t>("rhs_transposed")
+        .template Attr<int32_t>("num_sms");
   }
 
   static GroupedGemmArgs decode(Decoder& d, In lhs, In lhs_scale, In rhs, In rhs_scale, In bias,
-                                In offsets, Out out, int32_t rhs_transposed) {
+                                In offsets, Out out, int32_t rhs_transposed, int32_t num_sms) {
     GroupedGemmArgs args;
+    d.num_sms(num_sms);
     args.lhs = d.in("lhs", lhs);
     args.lhs_scale = d.optional_in("lhs_scale", lhs_scale);
     args.rhs = d.in("rhs", rhs);
@@ -53,13 +55,16 @@ struct GroupedWgrad {
         .template Attr<int32_t>("gather")
         .template Attr<int64_t>("experts_per_token")
         .template Attr<int32_t>("fp8")
-        .template Attr<int32_t>("scale_rounding");
+        .template Attr<int32_t>("scale_rounding")
+        .template Attr<int32_t>("num_sms");
   }
 
   static GroupedWgradArgs decode(Decoder& d, In x, In dy, In slot_of_row, In offsets, In into0,
                                  In into1, Out dw0, Out dw1, Out workspace, int32_t gather,
-                                 int64_t experts_per_token, int32_t fp8, int32_t scale_rounding) {
+                                 int64_t experts_per_token, int32_t fp8, int32_t scale_rounding,
+                                 int32_t num_sms) {
     GroupedWgradArgs args;
+    d.num_sms(num_sms);
     d.workspace(workspace);
     args.x = d.in("x", x);
     args.dy = d.in("dy", dy);

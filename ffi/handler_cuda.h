@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dropless/cuda.h"
+#include "dropless/sm_limit.h"
 #include "ffi/common.h"
 
 namespace dropless::binding {
@@ -14,6 +15,7 @@ auto cuda_handler(const char* name, Engine engine) {
       Decoder decoder(name);
       const auto args = Op::decode(decoder, arguments...);
       if (!decoder.status().ok()) return decoder.status();
+      const cuda::SmLimit limit(decoder.num_sms());
       return engine(args, decoder.workspace(), stream);
     });
   };

@@ -24,6 +24,15 @@ _ATTRIBUTE_TYPES = {
     "up_offset": np.float32,
 }
 
+# The grouped products, which alone can be kept to some of a GPU's multiprocessors.
+_PRODUCTS = {
+    "expert_up",
+    "grouped_gemm",
+    "expert_down_backward",
+    "expert_up_backward",
+    "grouped_wgrad",
+}
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _once(op: str, arrays: Any) -> Any:
@@ -93,7 +102,8 @@ def call(
       aliases: operand index to the index of the result that reuses its memory.
       workspace: for a target with a workspace result, the sizes that
         ``dropless_<op>_workspace_bytes`` takes.
-      **attributes: Python numbers; converted to the C types of the targets' table.
+      **attributes: Python numbers; converted to the C types of the targets' table. ``num_sms`` of
+        a product is 0 (all) unless given.
 
     Returns:
       One array a result, None for those not wanted.
@@ -123,6 +133,8 @@ def call(
         vmap_method="sequential",
         input_output_aliases=aliases,
     )
+    if op in _PRODUCTS:
+        attributes = {"num_sms": 0, **attributes}
     typed = {k: _ATTRIBUTE_TYPES.get(k, np.int32)(v) for k, v in attributes.items()}
     outputs = function(*arrays, **typed)[: len(results)]
     return [None if r is None else o for r, o in zip(results, outputs, strict=True)]

@@ -187,8 +187,10 @@ class MoEConfig:
       fallback: ``"bf16"`` runs bfloat16 where FP8 was asked of a GPU that has none; None is an
         error.
       strict: make an error of what else warns: a fallback, or a gather of x or of expert weights.
-      num_sms: None, all of a GPU's streaming multiprocessors. The kernels cannot be kept to fewer
-        yet, so any other value is an error.
+      num_sms: how many of a GPU's streaming multiprocessors the grouped products take at most, 2
+        or more, so that collectives which overlap with them find the others free; None, all of
+        them. Results have the same bits. Routing, row moves and the router's product are not
+        limited; a CPU ignores it.
     """
 
     num_experts: int
@@ -208,7 +210,7 @@ class MoEConfig:
     scale_rounding: Literal["fp32", "pow2"] = "fp32"
     fallback: Literal["bf16"] | None = None
     strict: bool = False
-    num_sms: None = None
+    num_sms: int | None = None
 
     def __post_init__(self):
         check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
@@ -248,10 +250,7 @@ class MoEConfig:
         check_one_of("fallback", self.fallback, (None, "bf16"))
         check_flag("strict", self.strict)
         if self.num_sms is not None:
-            raise ValueError(
-                f"num_sms must be None: kernels take all of a GPU's streaming multiprocessors and "
-                f"cannot be kept to fewer yet; got {self.num_sms!r}."
-            )
+            check_integer("num_sms", self.num_sms, 2)
 
     def resolved_expert_dim(self, model_dim: int) -> int:
         """I for a model of width H: ``expert_dim``, or ceil(8/3 * H / K / 64) * 64."""

@@ -38,6 +38,7 @@ class Spec:
     h_fp8: bool
     scale_rounding: str
     gpu: bool = False
+    num_sms: int = 0  # all
 
     @classmethod
     def of(cls, cfg: MoEConfig, precision: str, platform: str = "cpu") -> Spec:
@@ -48,6 +49,7 @@ class Spec:
             h_fp8=cfg.save_h == "fp8" and precision != "f32",
             scale_rounding=cfg.scale_rounding,
             gpu=platform != "cpu",
+            num_sms=cfg.num_sms or 0,
         )
 
     @property
@@ -156,6 +158,7 @@ def _forward(spec, x, weights, params, prepared, maps, *, keep_h):
             [((m, down[0].shape[1 if spec.fp8 else 2]), spec.wide)],
             [a, a_scale, *down, *_biases(spec, params, "down_bias"), offsets],
             rhs_transposed=spec.fp8,
+            num_sms=spec.num_sms,
         )
     with jax.named_scope("dropless_combine"):
         y = combine(rows[:, :h_width], row_of_slot, weights, x.dtype)
@@ -187,6 +190,7 @@ def _up(spec, x, weights, biases, maps, *, keep_h):
             experts_per_token=row_of_slot.shape[1],
             pow2=spec.pow2,
             h_dtype=fp8.F8 if spec.h_fp8 else spec.wide,
+            num_sms=spec.num_sms,
         )
     # A GPU's bfloat16 kernels write no float8.
     quantise_after = spec.h_fp8 and spec.gpu and not spec.fp8
@@ -203,6 +207,7 @@ def _up(spec, x, weights, biases, maps, *, keep_h):
         workspace=(m, x[0].shape[1], x[0].dtype.itemsize),
         experts_per_token=row_of_slot.shape[1],
         weights_transposed=spec.fp8,
+        num_sms=spec.num_sms,
         **spec.attributes,
     )
     if keep_h and quantise_after:
@@ -244,12 +249,13 @@ def _experts_bwd(spec, residuals, dy):
         )
         operand = (dh_q, dh_scale) if spec.fp8 else (dh, None)
         if spec.in_steps and not spec.activation.gated:
-            dx_rows = fp8.expert_up_backward(operand, gate, offsets)
+            dx_rows = fp8.expert_up_backward(operand, gate, offsets, spec.num_sms)
         else:
             (dx_rows,) = call(
                 "expert_up_backward",
                 [((m, gate[0].shape[1]), spec.wide)],
                 [*operand, gate[0], up[0], gate[1], up[1], offsets],
+                num_sms=spec.num_sms,
             )
         dx = combine(dx_rows[:, : x.shape[1]], row_of_slot, None, x.dtype)
     dh, pa = dh[..., :i], pa[:, :i]
@@ -259,6 +265,7 @@ def _experts_bwd(spec, residuals, dy):
         experts_per_token=k,
         fp8=spec.wgrad_fp8,
         scale_rounding=spec.pow2,
+        num_sms=spec.num_sms,
     )
     with jax.named_scope("dropless_weight_gradients"):
         # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
@@ -296,7 +303,8 @@ def _down_backward(spec, dy, down, down_bias, h, weights, maps):
     if spec.in_steps:
         activation = spec.activation
         rest = (h, weights, offsets, slot_of_row)
-        return fp8.expert_down_backward(activation, dy, down, down_bias, *rest, pow2=spec.pow2)
+        options = {"pow2": spec.pow2, "num_sms": spec.num_sms}
+        return fp8.expert_down_backward(activation, dy, down, down_bias, *rest, **options)
     m, parts, i = h.shape
     return call(
         "expert_down_backward",
@@ -309,6 +317,7 @@ def _down_backward(spec, dy, down, down_bias, h, weights, maps):
         ],
         [*dy, *down, down_bias, h, h_scale, weights, offsets, slot_of_row],
         workspace=(m, dy[0].shape[1], i, dy[0].dtype.itemsize),
+        num_sms=spec.num_sms,
         **spec.attributes,
     )
 

@@ -99,10 +99,13 @@ def _rows_of(x: Scaled, slot_of_row: jax.Array, offsets: jax.Array, k: int) -> t
     return jax.lax.bitcast_convert_type(codes, F8), scale, given
 
 
-def _product(rows: Scaled, weight: Scaled, bias: Any, offsets: jax.Array, dtype: Any) -> jax.Array:
+def _product(
+    rows: Scaled, weight: Scaled, bias: Any, offsets: jax.Array, dtype: Any, num_sms: int
+) -> jax.Array:
     shape = rows[0].shape[0], weight[0].shape[1]
     operands = [*rows, *weight, bias, offsets]
-    return call("grouped_gemm", [(shape, dtype)], operands, rhs_transposed=1)[0]
+    results = [(shape, dtype)]
+    return call("grouped_gemm", results, operands, rhs_transposed=1, num_sms=num_sms)[0]
 
 
 def expert_up(
@@ -116,6 +119,7 @@ def expert_up(
     experts_per_token: int,
     pow2: bool,
     h_dtype: Any,
+    num_sms: int,
 ) -> tuple[Any, ...]:
     """h [M, P, I] in ``h_dtype`` with its scales (None unless float8), A [M, I] with its scales.
 
@@ -123,7 +127,8 @@ def expert_up(
     """
     q, scale, _ = _rows_of(x, slot_of_row, offsets, experts_per_token)
     parts = zip(weights, biases, strict=True)
-    h = jnp.stack([_product((q, scale), *part, offsets, jnp.float32) for part in parts], axis=1)
+    rest = offsets, jnp.float32, num_sms
+    h = jnp.stack([_product((q, scale), *part, *rest) for part in parts], axis=1)
     rounded = h.astype(jnp.bfloat16)
     wide = rounded.astype(jnp.float32)
     a = _glu(activation, wide[:, 0], wide[:, 1] if activation.gated else None)
@@ -146,13 +151,14 @@ def expert_down_backward(
     slot_of_row: jax.Array,
     *,
     pow2: bool,
+    num_sms: int,
 ) -> tuple[jax.Array, ...]:
     """dh [M, P, I] bfloat16, its codes and scales, p * A [M, I] bfloat16, and d_weights [T, K].
 
     ``down``: [E, I, H] codes. ``h``: [M, P, I] float32 or bfloat16.
     """
     q, scale, given = _rows_of(dy, slot_of_row, offsets, weights.shape[1])
-    da = _product((q, scale), down, None, offsets, jnp.float32)
+    da = _product((q, scale), down, None, offsets, jnp.float32, num_sms)
     wide = jnp.where(given[:, None, None], h, 0).astype(jnp.float32)
     parts = [wide[:, part] for part in range(activation.parts)]
     glu = functools.partial(_glu, activation, **({} if activation.gated else {"up": None}))
@@ -173,7 +179,7 @@ def expert_down_backward(
     return *narrow, d_weights.reshape(weights.shape)
 
 
-def expert_up_backward(dh: Scaled, gate: Scaled, offsets: jax.Array) -> jax.Array:
+def expert_up_backward(dh: Scaled, gate: Scaled, offsets: jax.Array, num_sms: int) -> jax.Array:
     """Rows of dX [M, H] bfloat16 of experts without up; ``gate``: [E, H, I] codes."""
     q, scale = dh
-    return _product((q[:, 0], scale[:, 0]), gate, None, offsets, jnp.bfloat16)
+    return _product((q[:, 0], scale[:, 0]), gate, None, offsets, jnp.bfloat16, num_sms)

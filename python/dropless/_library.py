@@ -33,7 +33,7 @@ OPS = (
 )
 
 # The number in every target's name (ffi/contract.h); this Python code makes calls of this contract.
-CONTRACT = 3
+CONTRACT = 4
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 

@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
     scale_rounding: str = "fp32"
     fallback: str | None = None
     strict: bool = False
-    num_sms: None = None
+    num_sms: int | None = None
     dropout: float = 0.0
     deterministic: bool | None = None
     param_dtype: Any = jnp.float32

@@ -7,6 +7,7 @@ DROPLESS_GPU_PATH=sm80.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_scan_over_layers_is_the_unrolled_loop():
         x, _ = body(x, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
     # Fusions around the layer may round differently: one bfloat16 step of the sum.
     oracle.assert_close("scan", scanned, x, oracle.bound("bf16", 1, 3))
+
+
+def test_fewer_multiprocessors_give_the_same_bits():
+    cfg, x, params, dy = case("many_small_experts", jnp.float32)
+    arguments = jax.device_put((x, params, dy), GPU)
+    all_of_them = jax.tree.leaves(gradients(cfg)(*arguments))
+    for num_sms in (2, 33):
+        few = gradients(dataclasses.replace(cfg, num_sms=num_sms))(*arguments)
+        for a, b in zip(jax.tree.leaves(few), all_of_them, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_an_idle_expert_has_no_gradient():

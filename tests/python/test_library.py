@@ -292,6 +292,7 @@ def test_absent_row_map_of_no_rows_is_still_a_map():
         empty,
         empty,
         gather=np.int32(1),
+        num_sms=np.int32(0),
         experts_per_token=np.int64(2),
         fp8=np.int32(0),
         scale_rounding=np.int32(0),

@@ -1,9 +1,11 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 
 #include "cuda/launch/launch.h"
+#include "dropless/sm_limit.h"
 
 namespace dropless::cuda {
 namespace {
@@ -39,6 +41,8 @@ cudaError_t read_properties(int ordinal, DeviceProperties* p) {
   return cudaSuccess;
 }
 
+thread_local int sm_limit = 0;  // 0: none
+
 }  // namespace
 
 Status current_device(const DeviceProperties** device) {
@@ -59,8 +63,18 @@ Status current_device(const DeviceProperties** device) {
                  [&] { errors[ordinal] = read_properties(ordinal, &properties[ordinal]); });
   if (errors[ordinal] != cudaSuccess) return failure("cudaDeviceGetAttribute", errors[ordinal]);
   *device = &properties[ordinal];
+  if (sm_limit > 0) {
+    static thread_local DeviceProperties limited;
+    limited = properties[ordinal];
+    // No fewer than the largest cluster of blocks.
+    limited.sm_count = std::min(std::max(sm_limit, 2), limited.sm_count);
+    *device = &limited;
+  }
   return Status();
 }
+
+SmLimit::SmLimit(int sms) : outer_(sm_limit) { sm_limit = sms; }
+SmLimit::~SmLimit() { sm_limit = outer_; }
 
 Status launch_status(const char* op) {
   const cudaError_t error = cudaGetLastError();
