@@ -21,6 +21,10 @@ DROPLESS_EXPORT const char* dropless_version(void) { return DROPLESS_VERSION; }
 DROPLESS_EXPORT int64_t dropless_route_workspace_bytes(int64_t tokens, int64_t num_experts) {
   return dropless::routing_workspace(tokens, num_experts).route_bytes;
 }
+DROPLESS_EXPORT int64_t dropless_route_of_terms_workspace_bytes(int64_t tokens,
+                                                                int64_t num_experts) {
+  return dropless::routing_workspace(tokens, num_experts).route_bytes;
+}
 DROPLESS_EXPORT int64_t dropless_plan_workspace_bytes(int64_t tokens, int64_t num_experts) {
   return dropless::routing_workspace(tokens, num_experts).plan_bytes;
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "dropless/route.h"
+#include "dropless/router_terms.h"
 #include "ffi/common.h"
 
 namespace dropless::binding {
@@ -74,8 +75,13 @@ struct Plan {
 struct Route {
   template <class Binding>
   static auto bind(Binding binding) {
+    return bind_rest(std::move(binding).template Arg<ffi::AnyBuffer>());  // logits [T, E]
+  }
+
+  // What follows the logits.
+  template <class Binding>
+  static auto bind_rest(Binding binding) {
     return bind_weights(std::move(binding)
-                            .template Arg<ffi::AnyBuffer>()   // logits [T, E]
                             .template Arg<ffi::AnyBuffer>()   // selection_bias [E] or (0,)
                             .template Arg<ffi::AnyBuffer>()   // mask [T] or (0,)
                             .template Arg<ffi::AnyBuffer>()   // forced_ids [T, K] or (0,)
@@ -151,6 +157,82 @@ struct RouteBackward {
     args.d_prob_sum = d.in("d_prob_sum", d_prob_sum);
     args.d_sums = d.in("d_sums", d_sums);
     args.d_logits = d.out("d_logits", d_logits);
+    return args;
+  }
+};
+
+struct RouterTerms {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return std::move(binding)
+        .template Arg<ffi::AnyBuffer>()  // a [R, C]
+        .template Ret<ffi::AnyBuffer>()  // terms [R, 3, C]
+        .template Ret<ffi::AnyBuffer>()  // pairs [R, 6, C] or (0,)
+        .template Attr<int32_t>("side");
+  }
+
+  static RouterTermsArgs decode(Decoder& d, In a, Out terms, Out pairs, int32_t side) {
+    RouterTermsArgs args;
+    args.a = d.in("a", a);
+    args.side = static_cast<ProductSide>(side);
+    args.terms = d.out("terms", terms);
+    args.pairs = d.optional_out("pairs", pairs);
+    return args;
+  }
+};
+
+struct RouteOfTerms {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return Route::bind_rest(std::move(binding)
+                                .template Arg<ffi::AnyBuffer>()    // terms [T, 3, E]
+                                .template Arg<ffi::AnyBuffer>()    // logit_bias [E] or (0,)
+                                .template Ret<ffi::AnyBuffer>());  // logits [T, E]
+  }
+
+  template <class... Rest>
+  static RouteOfTermsArgs decode(Decoder& d, In terms, In logit_bias, Out logits, In selection_bias,
+                                 In mask, In forced_ids, Rest... rest) {
+    RouteOfTermsArgs args;
+    // A result's view has an operand's form.
+    args.route = Route::decode(d, *logits, selection_bias, mask, forced_ids, rest...);
+    args.terms = d.in("terms", terms);
+    args.logit_bias = d.optional_in("logit_bias", logit_bias);
+    args.logits = d.out("logits", logits);
+    return args;
+  }
+};
+
+struct RouteBackwardToTerms {
+  template <class Binding>
+  static auto bind(Binding binding) {
+    return bind_weights(std::move(binding)
+                            .template Arg<ffi::AnyBuffer>()    // logits [T, E]
+                            .template Arg<ffi::AnyBuffer>()    // ids [T, K]
+                            .template Arg<ffi::AnyBuffer>()    // d_weights [T, K]
+                            .template Arg<ffi::AnyBuffer>()    // d_prob_sum [E] or (0,)
+                            .template Arg<ffi::AnyBuffer>()    // d_sums [2] or (0,)
+                            .template Ret<ffi::AnyBuffer>()    // d_logits [T, E] or (0,)
+                            .template Ret<ffi::AnyBuffer>()    // d_terms [T, 3, E]
+                            .template Ret<ffi::AnyBuffer>());  // d_pairs [T, 6, E]
+  }
+
+  static RouteBackwardToTermsArgs decode(Decoder& d, In logits, In ids, In d_weights, In d_prob_sum,
+                                         In d_sums, Out d_logits, Out d_terms, Out d_pairs,
+                                         int32_t score, int32_t score_before_topk,
+                                         int32_t renormalize, float renormalize_eps,
+                                         int32_t renormalize_clamp, float scale) {
+    RouteBackwardToTermsArgs args;
+    args.route.options = decode_weights(d, score, score_before_topk, renormalize, renormalize_eps,
+                                        renormalize_clamp, scale);
+    args.route.logits = d.in("logits", logits);
+    args.route.ids = d.in("ids", ids);
+    args.route.d_weights = d.in("d_weights", d_weights);
+    args.route.d_prob_sum = d.optional_in("d_prob_sum", d_prob_sum);
+    args.route.d_sums = d.optional_in("d_sums", d_sums);
+    args.route.d_logits = d.optional_out("d_logits", d_logits);
+    args.d_terms = d.out("d_terms", d_terms);
+    args.d_pairs = d.out("d_pairs", d_pairs);
     return args;
   }
 };

@@ -99,6 +99,8 @@ def sequence_balance_loss(
     k = ids.shape[1]
     sequences = t // length
     real = jnp.any(ids >= 0, axis=1)
+    # Padding may be NaN, which a gradient of 0 would not keep from the logits' gradient.
+    logits = jnp.where(real[:, None], logits, 0.0)
     probabilities = jnp.where(real[:, None], routing_probabilities(logits, score), 0.0)
     prob_sum = probabilities.reshape(sequences, length, e).sum(1)
     slots = ids.reshape(sequences, length * k)

@@ -18,6 +18,9 @@ import jax
 OPS = (
     "route",
     "route_backward",
+    "router_terms",
+    "route_of_terms",
+    "route_backward_to_terms",
     "plan",
     "permute",
     "combine",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dropless import _balance, _router_gemm, _routing
+from dropless import _balance, _routing
 from dropless._checks import as_array, check_key
 from dropless._config import MoEConfig, check_config, device_in_use
 from dropless._experts import Spec, experts
@@ -23,6 +23,7 @@ from dropless._params import (
     check_prepared,
 )
 from dropless._precision import LayerSizes, choose_precision
+from dropless._router import route_tokens, router_logits
 from dropless._routing import Routing
 from dropless._sharding import bound_axis_names, sharded, token_sharding
 from dropless._shared import shared_expert
@@ -72,31 +73,6 @@ class MoEAux:
         i32, f32 = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
         counts, sums = (jnp.zeros((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32))
         return cls(counts, f32, f32, f32, i32, i32, i32, sums, i32)
-
-
-@jax.custom_vjp
-def _router_logits(x, kernel, bias, mask):
-    del mask  # the gradient needs it
-    logits = _router_gemm.matmul(x, kernel.astype(jnp.float32))
-    return logits if bias is None else logits + bias.astype(jnp.float32)[None]
-
-
-def _router_logits_fwd(x, kernel, bias, mask):
-    # x is kept as given: a float32 copy of it would double the saved activations.
-    return _router_logits(x, kernel, bias, mask), (x, kernel, bias, mask)
-
-
-def _router_logits_bwd(residuals, d_logits):
-    x, kernel, bias, mask = residuals
-    d_x = _router_gemm.grad_x(d_logits, kernel.astype(jnp.float32), x.dtype)
-    # Padding tokens have no gradient, but 0 * NaN would be NaN.
-    real = x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
-    d_kernel = _router_gemm.grad_kernel(real, d_logits).astype(kernel.dtype)
-    d_bias = None if bias is None else jnp.sum(d_logits, axis=0).astype(bias.dtype)
-    return d_x, d_kernel, d_bias, None
-
-
-_router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
 
 
 def _aux(routing: Routing, balance_loss: jax.Array | None, axes: tuple[str, ...]) -> MoEAux:
@@ -297,16 +273,13 @@ def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
         real = is_expert.any(axis=1) | (expert_ids[:, 0] == _routing.ROUTE_FREELY)
         mask = real if mask is None else mask & real
     with jax.named_scope("dropless_router"):
-        operands = (tokens, router["kernel"], router.get("bias"), mask)
-        logits = _router_logits(*_routing.unify_axes(operands))
-        logits = checkpoint_name(logits, "dropless_routing")
-        routing = _routing.route(
-            logits,
+        tokens, logits, routing = route_tokens(
+            tokens,
+            router,
             cfg,
             mask=mask,
             expert_ids=expert_ids,
             sampling_key=per_token["sampling_key"],
-            **{n: router.get(n) for n in ("selection_bias", "expert_scale")},
         )
         balance_loss = None
         if cfg.router.balance_loss == "sequence":
@@ -321,8 +294,7 @@ def _moe(x, per_token, params, prepared, cfg, spec, axes, sequence_axes):
             shared, output_gate = params["shared"], params["shared"].get("output_gate")
             gate_logits = None
             if output_gate is not None:
-                operands = (tokens, output_gate, None, mask)
-                gate_logits = _router_logits(*_routing.unify_axes(operands))
+                gate_logits = router_logits(tokens, output_gate, None, mask)
             shared_prepared = None if prepared is None else prepared.shared
             y += shared_expert(spec, tokens, gate_logits, mask, shared, shared_prepared)
     return y.reshape(x.shape), _aux(routing, balance_loss, axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -192,11 +193,15 @@ def route(
     elif sampling_key is not None:
         raise ValueError("sampling_key must be None without RouterConfig.sparse_mixer_eps.")
     operands = unify_axes((logits, selection_bias, mask, expert_ids))
-    ids, weights, prob_sum, sums, counters, *places = _route(
-        (cfg.router, k, cfg.capacity(t)), *operands
-    )
+    ids, weights, *rest = _route((cfg.router, k, cfg.capacity(t)), *operands)
     if mixed is not None:
         weights = jnp.where(ids < 0, 0.0, mixed)
+    return routing_of((ids, weights, *rest), expert_scale)
+
+
+def routing_of(outputs: Sequence[jax.Array], expert_scale: jax.Array | None) -> Routing:
+    """From the results of the operation ``route``."""
+    ids, weights, prob_sum, sums, counters, *places = outputs
     if expert_scale is not None:
         weights = _scale_by_expert(*unify_axes((weights, expert_scale)), ids)
     return Routing(*places, ids, weights, prob_sum, sums, counters)
@@ -274,20 +279,68 @@ def _attributes(router: RouterConfig) -> dict[str, Any]:
     }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _route(static, logits, selection_bias, mask, expert_ids):
+# What is static about a routing: the router's options, K, and the capacity limit or 0.
+Static = tuple[RouterConfig, int, int]
+
+
+def call_route(static: Static, logits, selection_bias, mask, expert_ids) -> tuple[jax.Array, ...]:
+    """The operation; ``mask`` is uint8."""
+    operands = [logits, selection_bias, mask, expert_ids]
+    return _call_route("route", static, logits.shape, [], operands)
+
+
+def call_route_of_terms(static: Static, terms, bias, *rest) -> tuple[jax.Array, ...]:
+    """The logits, then as ``call_route`` of them: the sums of terms [T, 3E], plus bias [E]."""
+    t, e = terms.shape[0], terms.shape[1] // 3
+    operands = [terms.reshape(t, 3, e), bias, *rest]
+    return _call_route("route_of_terms", static, (t, e), [((t, e), jnp.float32)], operands)
+
+
+def _call_route(op: str, static: Static, shape, first, operands) -> tuple[Any, ...]:
+    """``shape``: of the logits; ``first``: the results before those of ``route``."""
     router, k, capacity = static
-    t, e = logits.shape
+    t, e = shape
     i32, f32 = jnp.int32, jnp.float32
     results = [
+        *first,
         ((t, k), i32), ((t, k), f32), ((e,), f32), ((2,), f32), ((2,), i32),
         ((e,), i32), ((e + 1,), i32), ((t * k,), i32), ((t, k), i32),
     ]  # fmt: skip
-    operands = [logits, selection_bias, mask, expert_ids]
     attributes = _attributes(router)
-    return tuple(
-        call("route", results, operands, workspace=(t, e), capacity=capacity, **attributes)
-    )
+    return tuple(call(op, results, operands, workspace=(t, e), capacity=capacity, **attributes))
+
+
+def call_route_backward(static: Static, logits, ids, d_weights, d_prob_sum, d_sums) -> jax.Array:
+    """The gradient [T, E] in float32; ``d_prob_sum`` and ``d_sums`` may be None: 0."""
+    t, e = logits.shape
+    d_prob_sum = jnp.zeros((e,), jnp.float32) if d_prob_sum is None else d_prob_sum
+    d_sums = jnp.zeros((2,), jnp.float32) if d_sums is None else d_sums
+    operands = [logits, ids, d_weights, d_prob_sum, d_sums]
+    attributes = _weight_attributes(static[0])
+    return call("route_backward", [((t, e), jnp.float32)], operands, **attributes)[0]
+
+
+def call_route_backward_to_terms(
+    static: Static, logits, ids, d_weights, d_prob_sum, d_sums, *, d_logits: bool
+) -> list[Any]:
+    """The same as the left factor of ``_router_gemm``'s products, [T, 3, E] and [T, 6, E].
+
+    Before them the gradient in float32, None unless ``d_logits`` asks for it.
+    """
+    t, e = logits.shape
+    results = [
+        ((t, e), jnp.float32) if d_logits else None,
+        ((t, 3, e), jnp.bfloat16),
+        ((t, 6, e), jnp.bfloat16),
+    ]
+    operands = [logits, ids, d_weights, d_prob_sum, d_sums]
+    attributes = _weight_attributes(static[0])
+    return call("route_backward_to_terms", results, operands, **attributes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _route(static, logits, selection_bias, mask, expert_ids):
+    return call_route(static, logits, selection_bias, mask, expert_ids)
 
 
 def _route_fwd(static, logits, selection_bias, mask, expert_ids):
@@ -297,15 +350,9 @@ def _route_fwd(static, logits, selection_bias, mask, expert_ids):
 
 
 def _route_bwd(static, residuals, cotangents):
-    router, _, _ = static
     logits, ids = residuals
     _, d_weights, d_prob_sum, d_sums, *_ = cotangents
-    (d_logits,) = call(
-        "route_backward",
-        [(logits.shape, jnp.float32)],
-        [logits, ids, d_weights, d_prob_sum, d_sums],
-        **_weight_attributes(router),
-    )
+    d_logits = call_route_backward(static, logits, ids, d_weights, d_prob_sum, d_sums)
     return d_logits.astype(logits.dtype), None, None, None
 
 

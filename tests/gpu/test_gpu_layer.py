@@ -20,6 +20,8 @@ import pytest
 import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
+sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
+import device_trace
 from gpu import GPU, needs_gpu
 
 import oracle
@@ -151,6 +153,26 @@ def test_fewer_multiprocessors_give_the_same_bits():
         few = gradients(dataclasses.replace(cfg, num_sms=num_sms))(*arguments)
         for a, b in zip(jax.tree.leaves(few), all_of_them, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_launches_of_a_step():
+    # OLMoE's layer on few tokens: 18 launches, the sum of both gradients of x among them, and a
+    # memset that cuBLAS may put before a product.
+    options = {"num_experts": 64, "experts_per_token": 8, "expert_dim": 1024, "precision": "bf16"}
+    cfg = dropless.MoEConfig(**options)
+    params = dropless.init(jax.random.key(0), 2048, cfg)
+    params["experts"] = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["experts"])
+    x, dy = (jax.random.normal(jax.random.key(i), (4096, 2048), jnp.bfloat16) for i in (1, 2))
+
+    def step(x, params, dy):
+        y, pull = jax.vjp(lambda *a: dropless.moe(*a, cfg)[0], x, params)
+        return y, pull(dy)
+
+    run = jax.jit(step)
+    repeats = 4
+    arguments = jax.device_put((x, params, dy), GPU)
+    events = device_trace.device_events(lambda: run(*arguments), repeats)
+    assert len(events) <= 19 * repeats, [e.name for e in events[: len(events) // repeats]]
 
 
 def test_an_idle_expert_has_no_gradient():

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/kernels/route.cuh"
+#include "cuda/kernels/router_terms.cuh"
 
 namespace dropless::cuda {
 
@@ -17,9 +18,10 @@ struct RouteBackwardParams {
   const T* logits;          // [T, E]
   const int32_t* ids;       // [T, K]
   const float* d_weights;   // [T, K]
-  const float* d_prob_sum;  // [E]
-  const float* d_sums;      // [2]
-  float* d_logits;          // [T, E]
+  const float* d_prob_sum;  // [E] or null
+  const float* d_sums;      // [2] or null
+  float* d_logits;          // [T, E] or null
+  TermsOut terms;           // [T, 3, E] and [T, 6, E] or null
   int64_t tokens;
   int num_experts;
   int experts_per_token;
@@ -63,12 +65,15 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   const int num_experts = p.num_experts;
   const int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (t >= p.tokens) return;
-  float* d_logits = p.d_logits + t * num_experts;
+  const auto store = [&](int e, float d) {
+    if (p.d_logits != nullptr) p.d_logits[t * num_experts + e] = d;
+    if (p.terms.terms != nullptr) store_terms<ProductSide::kLeft>(d, t, e, num_experts, p.terms);
+  };
   const int64_t slot = t * p.experts_per_token + lane;
   const int id = lane < p.experts_per_token ? p.ids[slot] : -1;
   const bool is_choice = id >= 0 && id < num_experts;
   if (!__any_sync(kFullWarp, is_choice)) {  // padding
-    for (int e = lane; e < num_experts; e += kWarpSize) d_logits[e] = 0.0f;
+    for (int e = lane; e < num_experts; e += kWarpSize) store(e, 0.0f);
     return;
   }
 
@@ -90,8 +95,8 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   __syncwarp();
 
   const bool elementwise = router::is_positive_elementwise(p.options.score);
-  const float d_lse = 2.0f * token.lse * p.d_sums[0];
-  const float d_entropy = p.d_sums[1];
+  const float d_lse = p.d_sums == nullptr ? 0.0f : 2.0f * token.lse * p.d_sums[0];
+  const float d_entropy = p.d_sums == nullptr ? 0.0f : p.d_sums[1];
   const float inverse_exp_sum = 1.0f / token.exp_sum;
   const float inverse_sum = 1.0f / token.score_sum;
   const float log_score_sum = logf(token.score_sum);
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int e = lane + kWarpSize * j;
-    g[j] = e < num_experts ? p.d_prob_sum[e] : 0.0f;
+    g[j] = e < num_experts && p.d_prob_sum != nullptr ? p.d_prob_sum[e] : 0.0f;
     // Where q is 0, q log q and its gradient are 0.
     if (token.score[j] > 0.0f) {
       const float log_score = elementwise ? logf(token.score[j]) : token.logit[j] - token.largest;
@@ -122,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
     } else {
       d = s * inverse_exp_sum * (g[j] - mean - gradient.of_all + d_lse);
     }
-    d_logits[e] = d + scattered[e];
+    store(e, d + scattered[e]);
   }
 }
 

@@ -2,6 +2,8 @@
 // them to slots.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "cuda/tile/element.cuh"
@@ -9,19 +11,30 @@
 
 namespace dropless::cuda {
 
-// d_weights[slot_of_row[r]] = sum over tiles of row_sums[tile, r], for the rows of all groups.
-// Tiles are added in order, so the result does not depend on which block ran when.
+// d_weights[slot_of_row[r]] = sum over tiles of row_sums[tile, r], for the rows of all groups, and
+// 0 for slots without a row. Tiles are added in order, so the result does not depend on which block
+// ran when. A cooperative launch: all blocks wait for the zeros.
 __global__ void __launch_bounds__(256)
     weight_gradient_sum_kernel(const float* row_sums /* [tiles, M] */, const int32_t* slot_of_row,
                                const int32_t* offsets /* [E+1] */, int experts, int tiles, int rows,
                                int slots, float* d_weights /* [T, K] */) {
-  const int row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows || row < offsets[0] || row >= offsets[experts]) return;
-  const int slot = slot_of_row[row];
-  if (slot < 0 || slot >= slots) return;
-  float sum = 0.0f;
-  for (int tile = 0; tile < tiles; ++tile) sum += row_sums[static_cast<int64_t>(tile) * rows + row];
-  d_weights[slot] = sum;
+  const int first = blockIdx.x * blockDim.x + threadIdx.x;
+  const int step = gridDim.x * blockDim.x;
+  const int begin = offsets[0], end = min(offsets[experts], rows);
+  if (end - begin != slots) {  // else every slot has a row
+    for (int slot = first; slot < slots; slot += step) d_weights[slot] = 0.0f;
+    cooperative_groups::this_grid().sync();
+  }
+  for (int64_t row = first; row < end; row += step) {  // past 2^31 at the end
+    if (row < begin) continue;
+    const int slot = slot_of_row[row];
+    if (slot < 0 || slot >= slots) continue;
+    float sum = 0.0f;
+    for (int tile = 0; tile < tiles; ++tile) {
+      sum += row_sums[static_cast<int64_t>(tile) * rows + row];
+    }
+    d_weights[slot] = sum;
+  }
 }
 
 // d_weights[slot_of_row[r]] += dot(dy[map.row(r)], bias[e(r)]): what a bias of the down-projection

@@ -81,16 +81,23 @@ void launch_place(const PlaceRowsParams& p, Stream stream) {
   place_rows_kernel<<<std::max(p.chunks, 1), kPlaceThreads, 0, stream>>>(p);
 }
 
+// `terms`: null, or whose sums the logits will be.
 template <class T>
-Status launch_route(const RouteArgs& args, const Tensor& workspace, Stream stream) {
+Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const Tensor& workspace,
+                    Stream stream) {
   const int64_t tokens = args.logits.dims[0];
   const int64_t num_experts = args.logits.dims[1];
   const RoutingChunks cut = routing_chunks(tokens);
   const RoutingWorkspace parts = routing_workspace(tokens, num_experts);
 
-  RouteTokensParams<T> p;
+  RouteTokensParams<T> p = {};
   p.options = args.options;
   p.logits = args.logits.as<T>();
+  if (terms != nullptr) {
+    p.terms = terms->terms.as<float>();
+    p.summed = terms->logits.as<float>();
+    p.logit_bias = terms->logit_bias.as<float>();
+  }
   p.bias = args.selection_bias.as<float>();
   p.mask = args.mask.as<uint8_t>();
   p.forced_ids = args.forced_ids.as<int32_t>();
@@ -126,7 +133,7 @@ Status launch_route(const RouteArgs& args, const Tensor& workspace, Stream strea
 }
 
 template <class T>
-Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
+Status launch_route_backward(const RouteBackwardArgs& args, const TermsOut& terms, Stream stream) {
   RouteBackwardParams<T> p;
   p.options = args.options;
   p.logits = args.logits.as<T>();
@@ -135,6 +142,7 @@ Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
   p.d_prob_sum = args.d_prob_sum.as<float>();
   p.d_sums = args.d_sums.as<float>();
   p.d_logits = args.d_logits.as<float>();
+  p.terms = terms;
   p.tokens = args.logits.dims[0];
   p.num_experts = static_cast<int>(args.logits.dims[1]);
   p.experts_per_token = static_cast<int>(args.ids.dims[1]);
@@ -149,26 +157,48 @@ Status launch_route_backward(const RouteBackwardArgs& args, Stream stream) {
   return launch_status("route_backward");
 }
 
-}  // namespace
+Status run_route_backward(const RouteBackwardArgs& args, const TermsOut& terms, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check_limits("route_backward", args.logits.dims[1], args.ids.dims[1]));
+  return args.logits.dtype == DType::kBF16
+             ? launch_route_backward<__nv_bfloat16>(args, terms, stream)
+             : launch_route_backward<float>(args, terms, stream);
+}
 
-Status route(const RouteArgs& args, Tensor workspace, Stream stream) {
-  DROPLESS_RETURN_IF_ERROR(check(args));
+Status check_route(const RouteArgs& args, const Tensor& workspace) {
   DROPLESS_RETURN_IF_ERROR(check_limits("route", args.logits.dims[1], args.ids.dims[1]));
   if (args.options.num_groups > kWarpSize) {
     return Status(StatusCode::kUnimplemented,
                   "route: the CUDA backend takes at most " + std::to_string(kWarpSize) +
                       " groups (num_groups), got " + std::to_string(args.options.num_groups));
   }
-  DROPLESS_RETURN_IF_ERROR(check_workspace("route", workspace, route_workspace_bytes(args), 4));
-  return args.logits.dtype == DType::kBF16 ? launch_route<__nv_bfloat16>(args, workspace, stream)
-                                           : launch_route<float>(args, workspace, stream);
+  return check_workspace("route", workspace, route_workspace_bytes(args), 4);
+}
+
+}  // namespace
+
+Status route(const RouteArgs& args, Tensor workspace, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  DROPLESS_RETURN_IF_ERROR(check_route(args, workspace));
+  return args.logits.dtype == DType::kBF16
+             ? launch_route<__nv_bfloat16>(args, nullptr, workspace, stream)
+             : launch_route<float>(args, nullptr, workspace, stream);
+}
+
+Status route_of_terms(const RouteOfTermsArgs& args, Tensor workspace, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  DROPLESS_RETURN_IF_ERROR(check_route(args.route, workspace));
+  return launch_route<float>(args.route, &args, workspace, stream);
 }
 
 Status route_backward(const RouteBackwardArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  DROPLESS_RETURN_IF_ERROR(check_limits("route_backward", args.logits.dims[1], args.ids.dims[1]));
-  return args.logits.dtype == DType::kBF16 ? launch_route_backward<__nv_bfloat16>(args, stream)
-                                           : launch_route_backward<float>(args, stream);
+  return run_route_backward(args, {}, stream);
+}
+
+Status route_backward_to_terms(const RouteBackwardToTermsArgs& args, Tensor, Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check(args));
+  return run_route_backward(
+      args.route, {args.d_terms.as<__nv_bfloat16>(), args.d_pairs.as<__nv_bfloat16>()}, stream);
 }
 
 Status plan(const PlanArgs& args, Tensor workspace, Stream stream) {

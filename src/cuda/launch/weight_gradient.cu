@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda/kernels/weight_gradient_sum.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/weight_gradient.h"
@@ -26,14 +28,23 @@ void launch_bias(const ExpertDownBackwardArgs& args, ConstTensor dy, const RowMa
 Status launch_weight_gradient(const ExpertDownBackwardArgs& args, ConstTensor dy, const RowMap& map,
                               const float* row_sums, int tiles, Stream stream) {
   constexpr char kOp[] = "expert_down_backward";
-  if (cudaMemsetAsync(args.d_weights.data, 0, args.d_weights.bytes(), stream) != cudaSuccess) {
-    return launch_status(kOp);
-  }
+  const DeviceProperties* device = nullptr;
+  DROPLESS_RETURN_IF_ERROR(current_device(&device));
   const int m = static_cast<int>(args.h.dims[0]);
-  weight_gradient_sum_kernel<<<static_cast<unsigned>(ceil_div(m, kThreads)), kThreads, 0, stream>>>(
-      row_sums, args.slot_of_row.as<int32_t>(), args.offsets.as<int32_t>(),
-      static_cast<int>(args.down.dims[0]), tiles, m, static_cast<int>(args.d_weights.size()),
-      args.d_weights.as<float>());
+  const int slots = static_cast<int>(args.d_weights.size());
+  const float* sums = row_sums;
+  const int32_t* slot_of_row = args.slot_of_row.as<int32_t>();
+  const int32_t* offsets = args.offsets.as<int32_t>();
+  int experts = static_cast<int>(args.down.dims[0]), column_tiles = tiles, rows = m;
+  int all_slots = slots;
+  float* d_weights = args.d_weights.as<float>();
+  void* parameters[] = {&sums,         &slot_of_row, &offsets,   &experts,
+                        &column_tiles, &rows,        &all_slots, &d_weights};
+  // All blocks must be resident at once, beside what other streams run.
+  constexpr int kBlocks = 4;  // a multiprocessor
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(
+      ceil_div(std::max(m, slots), kThreads), int64_t{kBlocks} * device->sm_count));
+  cudaLaunchCooperativeKernel(weight_gradient_sum_kernel, blocks, kThreads, parameters, 0, stream);
   if (args.down_bias.given()) {
     dy.dtype == DType::kF32 ? launch_bias<float>(args, dy, map, stream)
                             : launch_bias<__nv_bfloat16>(args, dy, map, stream);
