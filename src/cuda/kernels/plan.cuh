@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/routing_chunks.h"
 #include "cuda/kernels/route.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -94,36 +96,63 @@ constexpr int kPlaceThreads = 1024;  // one thread an expert at E = 1024
 struct ExpertPlaces {
   int before[kPlaceThreads];      // slots in chunks before this block's
   int offset[kPlaceThreads + 1];  // first row
-  int partial[2][kPlaceThreads];
+  // Of each group of chunks, [groups, E]: all slots, and those before this block's.
+  alignas(16) int total_of_group[4 * kPlaceThreads];
+  alignas(16) int before_of_group[4 * kPlaceThreads];
   int warp_total[kPlaceThreads / kWarpSize];
 };
+
+// Each thread adds up `kWidth` experts' counts over every `groups`-th chunk: [groups, E] partial
+// sums. The block waits on memory once, so all of a thread's loads are asked for before the first
+// is used, 16 bytes each where the rows of counts allow it. Returns the number of groups.
+template <int kWidth>
+__device__ inline int add_chunks(const PlaceRowsParams& p, int chunk, ExpertPlaces& places) {
+  using Counts = std::conditional_t<kWidth == 4, int4, int>;
+  // More groups would only leave more to be added by one thread afterwards.
+  constexpr int kMaxGroups = 32;
+  const int columns = p.num_experts / kWidth;
+  if (columns == 0) return 0;
+  const int groups = min(kPlaceThreads / columns, kMaxGroups);
+  const int group = static_cast<int>(threadIdx.x) / columns;
+  const int column = static_cast<int>(threadIdx.x) % columns;
+  if (group < groups) {
+    Counts total = {};
+    Counts before = {};
+    const auto add = [](Counts& sum, const Counts& count) {
+      if constexpr (kWidth == 4) {
+        sum.x += count.x, sum.y += count.y, sum.z += count.z, sum.w += count.w;
+      } else {
+        sum += count;
+      }
+    };
+    const auto* counts = reinterpret_cast<const Counts*>(p.chunk_counts) + column;
+#pragma unroll 8
+    for (int c = group; c < p.chunks; c += groups) {
+      const Counts count = counts[static_cast<int64_t>(c) * columns];
+      add(total, count);
+      if (c < chunk) add(before, count);
+    }
+    reinterpret_cast<Counts*>(places.total_of_group)[group * columns + column] = total;
+    reinterpret_cast<Counts*>(places.before_of_group)[group * columns + column] = before;
+  }
+  return groups;
+}
 
 // Sums each expert's counts over all chunks and over those before `chunk`, then scans over experts.
 // Thread e < E returns expert e's total.
 __device__ inline int place_experts(const PlaceRowsParams& p, int chunk, ExpertPlaces& places) {
   const int tid = threadIdx.x;
-  const int columns = (p.num_experts + kWarpSize - 1) / kWarpSize * kWarpSize;
-  const int row_groups = columns > 0 ? kPlaceThreads / columns : 0;
-  const int e = columns > 0 ? tid % columns : 0;
-  const int row_group = columns > 0 ? tid / columns : 0;
-  int total = 0;
-  int before = 0;
-  if (row_group < row_groups && e < p.num_experts) {
-#pragma unroll 8
-    for (int c = row_group; c < p.chunks; c += row_groups) {
-      const int count = p.chunk_counts[c * p.num_experts + e];
-      total += count;
-      before += c < chunk ? count : 0;
-    }
-  }
-  places.partial[0][tid] = total;
-  places.partial[1][tid] = before;
+  const bool is_wide = p.num_experts % 4 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(p.chunk_counts) % sizeof(int4) == 0;
+  const int groups = is_wide ? add_chunks<4>(p, chunk, places) : add_chunks<1>(p, chunk, places);
   __syncthreads();
-  total = before = 0;
+  int total = 0;
   if (tid < p.num_experts) {
-    for (int g = 0; g < row_groups; ++g) {
-      total += places.partial[0][g * columns + tid];
-      before += places.partial[1][g * columns + tid];
+    int before = 0;
+#pragma unroll 8
+    for (int g = 0; g < groups; ++g) {
+      total += places.total_of_group[g * p.num_experts + tid];
+      before += places.before_of_group[g * p.num_experts + tid];
     }
     places.before[tid] = before;
   }
@@ -131,53 +160,88 @@ __device__ inline int place_experts(const PlaceRowsParams& p, int chunk, ExpertP
   int offset = warp_exclusive_scan(kept);
   if (lane_id() == kWarpSize - 1) places.warp_total[tid / kWarpSize] = offset + kept;
   __syncthreads();
-  if (tid < kWarpSize) {
-    // kPlaceThreads / 32 = 32 warps: one lane each.
-    places.warp_total[tid] = warp_exclusive_scan(places.warp_total[tid]);
-  }
-  __syncthreads();
-  offset += places.warp_total[tid / kWarpSize];
+  // kPlaceThreads / 32 = 32 warps: one lane each, in every warp alike, which saves a barrier.
+  const int warp_offset = warp_exclusive_scan(places.warp_total[lane_id()]);
+  offset += __shfl_sync(kFullWarp, warp_offset, tid / kWarpSize);
   places.offset[tid] = offset;
   if (tid == kPlaceThreads - 1) places.offset[kPlaceThreads] = offset + kept;
   __syncthreads();
   return total;
 }
 
-// Adds the chunks' statistics, each sum by one warp in an order that depends on T alone.
-__device__ inline void sum_statistics(const PlaceRowsParams& p) {
-  const int warps = kPlaceThreads / kWarpSize;
-  const int lane = lane_id();
-  const int first = blockIdx.x * warps + threadIdx.x / kWarpSize;
-  // Items 0 .. E-1 are the experts, E and E+1 the two sums with their counters.
-  for (int item = first; item < p.num_experts + 2; item += gridDim.x * warps) {
-    const bool is_expert = item < p.num_experts;
-    const int i = is_expert ? item : item - p.num_experts;
-    const float* from = is_expert ? p.chunk_prob_sum + i : p.chunk_sums + i;
-    const int stride = is_expert ? p.num_experts : 2;
-    float sum = 0.0f;
-    int64_t count = 0;
-    for (int c = lane; c < p.chunks; c += kWarpSize) {
-      sum += from[c * stride];
-      if (!is_expert) count += p.chunk_counters[c * 2 + i];
+// One of the sums over chunks that one warp adds: items 0 .. E-1 are the experts' probabilities,
+// then come the two sums and the two counters.
+struct ChunkSum {
+  static constexpr int kRows = RoutingChunks::kMaxChunks / kWarpSize;
+  uint32_t word[kRows];  // of the chunks lane, lane + 32, ...
+
+  __device__ static int items(const PlaceRowsParams& p) { return p.num_experts + 4; }
+
+  __device__ void load(const PlaceRowsParams& p, int item) {
+    const void* from = p.chunk_prob_sum;
+    int first = item;
+    int stride = p.num_experts;
+    if (item >= p.num_experts) {
+      first = (item - p.num_experts) % 2;
+      stride = 2;
+      from = item < p.num_experts + 2 ? static_cast<const void*>(p.chunk_sums) : p.chunk_counters;
     }
-    sum = warp_sum(sum);
-    count = warp_sum(count);
-    if (lane != 0) continue;
-    if (is_expert) {
-      p.prob_sum[i] = sum;
-    } else {
-      p.sums[i] = sum;
-      // T*E may pass int32: the largest count it can hold says "many" as well.
-      p.counters[i] = static_cast<int32_t>(min(count, int64_t{INT32_MAX}));
+    const auto* words = static_cast<const uint32_t*>(from) + first;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int c = lane_id() + kWarpSize * i;
+      word[i] = c < p.chunks ? words[static_cast<int64_t>(c) * stride] : 0;
     }
   }
-}
 
-// Grid: max(chunks, 1). Block: kPlaceThreads.
+  // In an order that depends on T alone.
+  __device__ void store(const PlaceRowsParams& p, int item) const {
+    float sum = 0.0f;
+    int64_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sum += __uint_as_float(word[i]);
+      count += static_cast<int32_t>(word[i]);
+    }
+    if (item < p.num_experts + 2) {
+      sum = warp_sum(sum);
+    } else {
+      count = warp_sum(count);
+    }
+    if (lane_id() != 0) return;
+    if (item < p.num_experts) {
+      p.prob_sum[item] = sum;
+    } else if (item < p.num_experts + 2) {
+      p.sums[item - p.num_experts] = sum;
+    } else {
+      // T*E may pass int32: the largest count it can hold says "many" as well.
+      p.counters[item - p.num_experts - 2] = static_cast<int32_t>(min(count, int64_t{INT32_MAX}));
+    }
+  }
+};
+
+// Grid: max(chunks, 1). Block: kPlaceThreads. Little is computed here: what a thread needs from
+// memory is asked for at once, before the block waits for the counts.
 __global__ void __launch_bounds__(kPlaceThreads) place_rows_kernel(PlaceRowsParams p) {
   __shared__ ExpertPlaces places;
   const int tid = threadIdx.x;
   const int chunk = blockIdx.x;
+  const int64_t rows = static_cast<int64_t>(p.tokens) * p.experts_per_token;
+  const int64_t chunk_slots = static_cast<int64_t>(p.tokens_per_chunk) * p.experts_per_token;
+  const int64_t begin = chunk * chunk_slots;
+  const int64_t end = min(begin + chunk_slots, rows);
+  int id = -1;
+  int rank = 0;
+  if (begin + tid < end) {
+    id = p.ids[begin + tid];
+    rank = p.row_of_slot[begin + tid];
+  }
+  // Neighbouring items go to different blocks.
+  const int first_item = tid / kWarpSize * static_cast<int>(gridDim.x) + chunk;
+  const int items = p.chunk_prob_sum != nullptr ? ChunkSum::items(p) : 0;
+  ChunkSum statistic;
+  if (first_item < items) statistic.load(p, first_item);
+
   const int total = place_experts(p, chunk, places);
   if (chunk == 0) {
     if (tid < p.num_experts) p.counts[tid] = total;
@@ -185,17 +249,16 @@ __global__ void __launch_bounds__(kPlaceThreads) place_rows_kernel(PlaceRowsPara
     if (tid == 0) p.offsets[p.num_experts] = places.offset[p.num_experts];
   }
 
-  const int64_t rows = static_cast<int64_t>(p.tokens) * p.experts_per_token;
-  const int64_t chunk_slots = static_cast<int64_t>(p.tokens_per_chunk) * p.experts_per_token;
-  const int64_t begin = chunk * chunk_slots;
-  const int64_t end = min(begin + chunk_slots, rows);
   for (int64_t slot = begin + tid; slot < end; slot += kPlaceThreads) {
-    const int id = p.ids[slot];
+    if (slot != begin + tid) {
+      id = p.ids[slot];
+      rank = p.row_of_slot[slot];
+    }
     int row = -1;
     if (id >= 0 && id < p.num_experts) {
-      const int rank = places.before[id] + p.row_of_slot[slot];
-      if (p.capacity == 0 || rank < p.capacity) {
-        row = places.offset[id] + rank;
+      const int of_expert = places.before[id] + rank;
+      if (p.capacity == 0 || of_expert < p.capacity) {
+        row = places.offset[id] + of_expert;
         p.slot_of_row[row] = static_cast<int32_t>(slot);
       }
     }
@@ -207,7 +270,11 @@ __global__ void __launch_bounds__(kPlaceThreads) place_rows_kernel(PlaceRowsPara
        row < rows; row += stride) {
     p.slot_of_row[row] = -1;
   }
-  if (p.chunk_prob_sum != nullptr) sum_statistics(p);
+  const int warps = kPlaceThreads / kWarpSize * static_cast<int>(gridDim.x);
+  for (int item = first_item; item < items; item += warps) {
+    if (item != first_item) statistic.load(p, item);
+    statistic.store(p, item);
+  }
 }
 
 }  // namespace dropless::cuda

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
-#include <type_traits>
 
 #include "core/router_math.h"
 #include "cuda/kernels/select_experts.cuh"
@@ -175,9 +173,37 @@ __device__ inline void add_ranks_of_warps(const int* before_warp, int num_expert
   }
 }
 
+// What is known of a router when its kernel is compiled: the branches of the others, and registers
+// for what only they need, are then not there.
+enum class RouterKind {
+  kAny,
+  kSoftmax,        // without selection bias and groups
+  kBiasedSigmoid,  // DeepSeek-V3's, in groups or not
+};
+
+inline RouterKind router_kind(const RouterOptions& options, bool biased) {
+  if (options.score == RouterScore::kSoftmax && !biased && options.num_groups == 1) {
+    return RouterKind::kSoftmax;
+  }
+  const bool ranks_sigmoid = options.score == RouterScore::kSigmoid && options.score_before_topk;
+  return ranks_sigmoid && biased ? RouterKind::kBiasedSigmoid : RouterKind::kAny;
+}
+
+template <RouterKind kKind>
+__device__ RouterOptions known_options(RouterOptions options) {
+  if constexpr (kKind == RouterKind::kSoftmax) {
+    options.score = RouterScore::kSoftmax;
+    options.num_groups = 1;
+  } else if constexpr (kKind == RouterKind::kBiasedSigmoid) {
+    options.score = RouterScore::kSigmoid;
+    options.score_before_topk = true;
+  }
+  return options;
+}
+
 // Grid: chunks. Block: `warps` full warps. Shared: [warps, E] of 4 bytes, at least [warps, 4].
 // There are no more blocks than SMs, so one of them may take all registers of its SM.
-template <class T, int V, int kThreads>
+template <class T, int V, int kThreads, RouterKind kKind>
 __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensParams<T> p) {
   constexpr int kWarps = kThreads / kWarpSize;
   extern __shared__ int shared[];
@@ -197,7 +223,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
   for (int e = lane; e < num_experts; e += kWarpSize) histogram[e] = 0;
   __syncwarp();
 
-  const bool biased = p.bias != nullptr;
+  const RouterOptions options = known_options<kKind>(p.options);
+  const bool biased =
+      kKind == RouterKind::kAny ? p.bias != nullptr : kKind == RouterKind::kBiasedSigmoid;
   float bias[V] = {};
   if (biased) {
 #pragma unroll
@@ -205,9 +233,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
       if (lane + kWarpSize * j < num_experts) bias[j] = p.bias[lane + kWarpSize * j];
     }
   }
-  const bool exact_softmax = ranks_softmax(p.options, biased);
+  const bool exact_softmax = ranks_softmax(options, biased);
   // bfloat16 logits that are ranked themselves.
-  const bool is_lossless = sizeof(T) == 2 && !router::ranks_scores(p.options, biased) && !biased;
+  const bool is_lossless = sizeof(T) == 2 && !router::ranks_scores(options, biased) && !biased;
 
   float prob_sum[V] = {};
   float lse_square = 0.0f;
@@ -244,27 +272,27 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
       }
       continue;
     }
-    token.compute(p.options.score, exact_softmax, num_experts);
+    token.compute(options.score, exact_softmax, num_experts);
     const float inverse = 1.0f / token.score_sum;
 #pragma unroll
     for (int j = 0; j < V; ++j) prob_sum[j] += token.score[j] * inverse;
     lse_square += token.lse * token.lse;
-    entropy_bits += token.entropy_bits(p.options.score) * inverse;
+    entropy_bits += token.entropy_bits(options.score) * inverse;
     ++real_tokens;
     nonfinite += token.nonfinite;
 
     if (__any_sync(kFullWarp, chosen == kRouteFreely)) {
       uint32_t keys[V];
-      selection_keys(p.options, token, biased, bias, num_experts, keys);
+      selection_keys(options, token, biased, bias, num_experts, keys);
       chosen = select_experts(keys, top_k, is_lossless);
     }
     const bool is_choice = chosen >= 0;
     const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
     const Choice choice =
-        weigh_choice(p.options, logit, token.largest, token.exp_sum, is_choice).choice;
+        weigh_choice(options, logit, token.largest, token.exp_sum, is_choice).choice;
     if (is_slot) {
       p.ids[slot] = chosen;
-      p.weights[slot] = choice.normalized * p.options.scale;
+      p.weights[slot] = choice.normalized * options.scale;
     }
     if (is_choice) p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
     __syncwarp();

@@ -75,7 +75,7 @@ struct Selection {
 
 // The K best keys, by keys that end in their place: of the last bits of a key only the order of
 // equal keys is left, lowest expert first, since place j of any lane comes before place j + 1 of
-// every lane. One reduction and one vote then name the winner. Not certain where keys that met in
+// every lane. One reduction and one vote then find the winner. Not certain where keys that met in
 // the order differ in those bits alone, or are equal. `is_lossless`: the last bits of the keys of
 // values are all the same, as those of bfloat16 numbers are.
 template <int V>
@@ -87,24 +87,34 @@ __device__ Selection select_by_placed_keys(const uint32_t (&keys)[V], int expert
   for (int j = 0; j < V; ++j) sorted[j] = (keys[j] & ~kPlace) | (kPlace - j);
   sort_keys(sorted);
   const int lane = lane_id();
-  Selection selection = {-1, true};
-  uint32_t previous = ~0u;  // above all keys: they are not NaN's
-  // One step more: the last choice must differ from what comes after it.
-  for (int k = 0; k <= experts_per_token; ++k) {
+  const unsigned lane_bit = 1u << lane;
+  uint32_t chosen = 0;   // lane k: the key of the k-th choice,
+  unsigned holders = 0;  // and the lanes that had it
+  for (int k = 0; k < experts_per_token; ++k) {
     const uint32_t best = __reduce_max_sync(kFullWarp, sorted[0]);
-    // Below V are NaN and what is no expert, which no bits tell apart here.
-    const bool is_doubtful = (best ^ previous) <= kPlace && (!is_lossless || best <= kPlace);
-    if (is_doubtful) selection.is_certain = false;
-    previous = best;
-    const int winner = __ffs(__ballot_sync(kFullWarp, sorted[0] == best)) - 1;
-    const int expert = winner + kWarpSize * static_cast<int>(kPlace - (best & kPlace));
-    if (lane == k && k < experts_per_token) selection.expert = expert;
-    if (lane == winner) {
+    const unsigned equal = __ballot_sync(kFullWarp, sorted[0] == best);
+    if (lane == k) {
+      chosen = best;
+      holders = equal;
+    }
+    if ((equal & (0u - equal)) == lane_bit) {  // the lowest of them wins
 #pragma unroll
       for (int j = 0; j + 1 < V; ++j) sorted[j] = sorted[j + 1];
       sorted[V - 1] = 0;
     }
   }
+  // Each choice must differ from the next, and the last from what comes after it.
+  const uint32_t after_last = __reduce_max_sync(kFullWarp, sorted[0]);
+  uint32_t next = __shfl_down_sync(kFullWarp, chosen, 1);
+  if (lane == experts_per_token - 1) next = after_last;
+  // Below V are NaN and what is no expert, which no bits tell apart here.
+  const bool is_doubtful = (chosen ^ next) <= kPlace && (!is_lossless || next <= kPlace);
+  const bool is_choice = lane < experts_per_token;
+  Selection selection;
+  selection.is_certain = !__any_sync(kFullWarp, is_choice && is_doubtful);
+  selection.expert =
+      is_choice ? __ffs(holders) - 1 + kWarpSize * static_cast<int>(kPlace - (chosen & kPlace))
+                : -1;
   return selection;
 }
 

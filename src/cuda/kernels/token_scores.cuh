@@ -1,6 +1,7 @@
 // One token's logits over a warp, and the scores and sums that routing takes from them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 

@@ -16,7 +16,7 @@ namespace {
 // thread at 1024 threads), since a token is a long chain of dependent steps that only other warps
 // can hide. Shared memory, [warps, E] words, stays within the 48 KB that need no opt-in.
 constexpr int threads_of(int experts_per_lane) {
-  if (experts_per_lane <= 4) return 1024;  // 16 KB
+  if (experts_per_lane <= 8) return 1024;  // 32 KB
   if (experts_per_lane <= 16) return 512;  // 32 KB
   return 256;                              // 32 KB
 }
@@ -56,6 +56,9 @@ void dispatch_experts(int64_t num_experts, F&& f) {
   if (per_lane <= 16) return call(std::integral_constant<int, 16>{});
   call(std::integral_constant<int, 32>{});
 }
+
+template <RouterKind kKind>
+using Kind = std::integral_constant<RouterKind, kKind>;
 
 PlaceRowsParams place_params(const PlanOutputs& plan, const int32_t* ids, int64_t tokens,
                              int64_t experts_per_token, int64_t capacity, const Tensor& workspace) {
@@ -115,8 +118,18 @@ Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const 
   if (cut.chunks > 0) {
     dispatch_experts(num_experts, [&](auto v, auto threads) {
       const int64_t words = std::max<int64_t>(num_experts, 4) * (threads() / kWarpSize);
-      route_tokens_kernel<T, v(), threads()>
-          <<<static_cast<unsigned>(cut.chunks), threads(), words * 4, stream>>>(p);
+      const auto launch = [&](auto kind) {
+        route_tokens_kernel<T, v(), threads(), kind()>
+            <<<static_cast<unsigned>(cut.chunks), threads(), words * 4, stream>>>(p);
+      };
+      switch (router_kind(p.options, p.bias != nullptr)) {
+        case RouterKind::kSoftmax:
+          return launch(Kind<RouterKind::kSoftmax>{});
+        case RouterKind::kBiasedSigmoid:
+          return launch(Kind<RouterKind::kBiasedSigmoid>{});
+        case RouterKind::kAny:
+          return launch(Kind<RouterKind::kAny>{});
+      }
     });
     DROPLESS_RETURN_IF_ERROR(launch_status("route"));
   }

@@ -97,12 +97,6 @@ __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// The halves of two packed bf16.
-__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_bf16(uint32_t pair) {
-  return __uint_as_float(pair & 0xFFFF0000u);
-}
-
 // Two floats rounded to nearest even, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
