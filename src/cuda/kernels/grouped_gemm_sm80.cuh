@@ -328,8 +328,8 @@ class GroupedGemmSm80 {
   const Params& params_;
   const uint32_t smem_;
   const uint32_t staged_;  // where tiles' rows are handed out
-  uint8_t* const
-      tables_;  // two turns of the tile's rows of lhs, -1 where there is none; of scalars
+  // Two turns of the tile's rows of lhs, -1 where there is none; then of the rows' scalars.
+  uint8_t* const tables_;
   const int steps_;
 };
 
