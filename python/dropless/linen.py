@@ -86,7 +86,7 @@ class MoELayer(nn.Module):
     precision: str = "auto"
     expert_capacity_factor: float = 1.0
     overflow: str = "rounds"
-    wgrad_precision: str = "bf16"
+    wgrad_precision: str = "fp8"
     save_h: str = "bf16"
     scale_rounding: str = "fp32"
     fallback: str | None = None

@@ -192,7 +192,7 @@ def test_n1_every_gpu_kernel_has_a_name_and_the_reason_is_the_true_one(monkeypat
 
 
 def test_fp8_with_a_bf16_weight_gradient():
-    cfg = dataclasses.replace(CFG, precision="fp8")
+    cfg = dataclasses.replace(CFG, precision="fp8", wgrad_precision="bf16")
     kernels = [gemm.kernel for gemm in dropless.explain(cfg, T, H, "H200").backward]
     assert kernels[:4] == [
         "expert_down_backward_fp8_sm90",
