@@ -8,5 +8,5 @@
 
 #define DROPLESS_CONCAT_(op, contract) dropless_##op##_c##contract
 #define DROPLESS_CONCAT(op, contract) DROPLESS_CONCAT_(op, contract)
-// The symbol, and the XLA target, of an op: dropless_permute_c3.
+// The symbol, and the XLA target, of an op: dropless_permute_c4 under contract 4.
 #define DROPLESS_TARGET(op) DROPLESS_CONCAT(op, DROPLESS_CONTRACT)

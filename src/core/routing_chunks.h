@@ -13,7 +13,7 @@ struct RoutingChunks {
   // About one chunk an SM (A100 108, H200 132). More would cost the second launch: each of its
   // blocks reads the counts of all chunks.
   static constexpr int64_t kMaxChunks = 128;
-  // A block of 16 warps has one token a warp; fewer would leave warps idle.
+  // A block has 8 to 32 warps (by E), each with one token at a time; fewer would leave more idle.
   static constexpr int64_t kMinTokens = 16;
 
   int64_t tokens_per_chunk = kMinTokens;

@@ -21,9 +21,9 @@ import dropless
 
 sys.path.append(str(Path(__file__).parent.parent / "python"))
 sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
-import device_trace
 from gpu import GPU, needs_gpu
 
+import device_trace
 import oracle
 
 pytestmark = needs_gpu
@@ -172,7 +172,7 @@ def test_launches_of_a_step():
     repeats = 4
     arguments = jax.device_put((x, params, dy), GPU)
     events = device_trace.device_events(lambda: run(*arguments), repeats)
-    assert len(events) <= 19 * repeats, [e.name for e in events[: len(events) // repeats]]
+    assert 0 < len(events) <= 19 * repeats, [e.name for e in events[: len(events) // repeats]]
 
 
 def test_an_idle_expert_has_no_gradient():

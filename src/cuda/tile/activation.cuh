@@ -57,22 +57,10 @@ __device__ __forceinline__ float activate(float x) {
   return activate_with_derivative<kKind, kPrecise>(x).value;
 }
 
-// What the experts put between their products, and its derivatives.
-struct GatedValue {
-  float value;    // act(gate) * up
-  float by_gate;  // act'(gate) * up
-  float by_up;    // act(gate)
-};
-
+// What the experts put between their products.
 template <ActivationKind kKind>
 __device__ __forceinline__ float gated(float gate, float up) {
   return activate<kKind>(gate) * up;
-}
-
-template <ActivationKind kKind>
-__device__ __forceinline__ GatedValue gated_with_derivatives(float gate, float up) {
-  const ActivationValue a = activate_with_derivative<kKind>(gate);
-  return {a.value * up, a.derivative * up, a.value};
 }
 
 }  // namespace dropless::cuda
