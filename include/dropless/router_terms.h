@@ -22,8 +22,8 @@ constexpr int kTermPairs = 6;
 enum class ProductSide : int32_t { kLeft = 0, kRight = 1 };
 
 // The terms of a, largest first, are t0 = bf16(a), t1 = bf16(a - t0), t2 = bf16(a - t0 - t1). Where
-// t0 is not finite (above bfloat16's largest number, too) the others are 0. Else their sum is a, but
-// for bits below bfloat16's smallest number.
+// t0 is not finite (above bfloat16's largest number, too) the others are 0. Else their sum is a,
+// but for bits below bfloat16's smallest number.
 struct RouterTermsArgs {
   ConstTensor a;  // [R, C] float32
   ProductSide side = ProductSide::kLeft;
