@@ -4,7 +4,7 @@
 
 #include "cuda/launch/experts_fp8_sm90.h"
 #include "cuda/launch/grouped_gemm_fp8_sm90.h"
-#include "harness.cuh"
+#include "shapes.cuh"
 
 namespace harness {
 namespace {
@@ -12,34 +12,6 @@ namespace {
 using namespace dropless;
 
 constexpr int kRounds = 15;
-
-// [rows, contraction] x [experts, contraction, cols], the shapes of the peers' table; random
-// groups.
-struct Shape {
-  const char* name;
-  int64_t rows;
-  int experts, cols, contraction;
-};
-
-constexpr Shape kShapes[] = {
-    {"olmoe_fc1", 131072, 64, 2048, 2048},  {"olmoe_fc2", 131072, 64, 2048, 1024},
-    {"qwen3_fc1", 131072, 128, 1536, 2048}, {"qwen3_fc2", 131072, 128, 2048, 768},
-    {"mixtral_fc1", 16384, 8, 28672, 4096}, {"mixtral_fc2", 16384, 8, 4096, 14336},
-    {"dsv3_fc1", 16384, 32, 4096, 7168},    {"dsv3_fc2", 16384, 32, 7168, 2048},
-};
-
-// rows, experts, model width H, expert width I.
-struct Layer {
-  const char* name;
-  int64_t rows;
-  int experts, model, width;
-};
-
-constexpr Layer kLayers[] = {
-    {"S1_mixtral", 16384, 8, 4096, 14336},     {"S2_qwen3_30b", 131072, 128, 2048, 768},
-    {"S3_qwen3_235b", 65536, 128, 4096, 1536}, {"S4_olmoe", 131072, 64, 2048, 1024},
-    {"S5_gpt_oss", 32768, 32, 2880, 2880},     {"S6_dsv3_rank", 65536, 32, 7168, 2048},
-};
 
 // Codes of normal values, with which the tensor cores draw the power of real data, and scales.
 __global__ void fill_codes_kernel(uint8_t* codes, int64_t n, uint64_t seed) {
@@ -76,24 +48,6 @@ struct Quantised {
   }
 };
 
-void print(const char* op, const char* shape, std::vector<Timed>& timed) {
-  time_interleaved(timed, kRounds);
-  for (const Timed& t : timed) {
-    std::printf(
-        "{\"op\": \"%s\", \"shape\": \"%s\", \"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": "
-        "%.4f, \"ms_p90\": %.4f, \"tflops\": %.1f}\n",
-        op, shape, t.name.c_str(), t.median(), t.quantile(0.1), t.quantile(0.9),
-        t.flops / t.median() * 1e-9);
-  }
-  std::fflush(stdout);
-}
-
-Array make_offsets(int experts, int64_t rows) {
-  Array offsets(DType::kI32, {experts + 1});
-  offsets.upload(random_offsets(experts, rows, 0.3, 7));
-  return offsets;
-}
-
 void bench_gemm(const Shape& shape) {
   Quantised lhs({shape.rows, shape.contraction}, false, 1);
   Quantised rhs({shape.experts, shape.cols, shape.contraction}, true, 2);
@@ -115,18 +69,18 @@ void bench_gemm(const Shape& shape) {
                      [=] { require(cuda::launch_grouped_gemm_fp8_sm90(args, tile, nullptr)); },
                      {}});
   }
-  print("grouped_gemm_fp8", shape.name, timed);
+  print("grouped_gemm_fp8", shape.name, timed, kRounds);
 }
 
 void bench_up(const Layer& layer) {
   const float size = 1.0f / std::sqrt(static_cast<float>(layer.model));
-  Quantised x({layer.rows, layer.model}, false, 1);
+  Quantised x({layer.rows(), layer.model}, false, 1);
   Quantised gate({layer.experts, layer.width, layer.model}, true, 2, size);
   Quantised up({layer.experts, layer.width, layer.model}, true, 3, size);
-  Array offsets = make_offsets(layer.experts, layer.rows);
-  Array h(DType::kBF16, {layer.rows, 2, layer.width});
-  Array a(DType::kF8E4M3, {layer.rows, layer.width});
-  Array a_scale(DType::kF32, {layer.rows, ceil_div(layer.width, kScaleBlock)});
+  Array offsets = make_offsets(layer.experts, layer.rows());
+  Array h(DType::kBF16, {layer.rows(), 2, layer.width});
+  Array a(DType::kF8E4M3, {layer.rows(), layer.width});
+  Array a_scale(DType::kF32, {layer.rows(), ceil_div(layer.width, kScaleBlock)});
   ExpertUpArgs args;
   args.gate = gate.codes;
   args.gate_scale = gate.scale;
@@ -140,29 +94,30 @@ void bench_up(const Layer& layer) {
   const ConstTensor rows = x.codes, scale = x.scale;
   std::vector<Timed> timed = {
       {"chosen",
-       4.0 * layer.rows * layer.model * layer.width,
+       4.0 * layer.rows() * layer.model * layer.width,
        [=] { require(cuda::launch_expert_up_fp8_sm90(args, rows, scale, nullptr)); },
        {}}};
-  print("expert_up_fp8", layer.name, timed);
+  print("expert_up_fp8", layer.name, timed, kRounds);
 }
 
 void bench_down_backward(const Layer& layer) {
-  Quantised dy({layer.rows, layer.model}, false, 1);
+  Quantised dy({layer.rows(), layer.model}, false, 1);
   Quantised down({layer.experts, layer.width, layer.model}, true, 2,
                  1.0f / std::sqrt(static_cast<float>(layer.width)));
-  Array h = normal(DType::kBF16, {layer.rows, 2, layer.width}, 3);
-  Array weights = normal(DType::kF32, {layer.rows, 1}, 4);
-  Array offsets = make_offsets(layer.experts, layer.rows);
-  Array slots(DType::kI32, {layer.rows});
-  std::vector<int> order(layer.rows);
-  for (int64_t i = 0; i < layer.rows; ++i) order[i] = static_cast<int>(i);
+  Array h = normal(DType::kBF16, {layer.rows(), 2, layer.width}, 3);
+  Array weights = normal(DType::kF32, {layer.rows(), 1}, 4);
+  Array offsets = make_offsets(layer.experts, layer.rows());
+  Array slots(DType::kI32, {layer.rows()});
+  std::vector<int> order(layer.rows());
+  for (int64_t i = 0; i < layer.rows(); ++i) order[i] = static_cast<int>(i);
   std::shuffle(order.begin(), order.end(), std::mt19937(5));
   slots.upload(order);
   const int64_t blocks = ceil_div(layer.width, kScaleBlock);
-  Array dh(DType::kBF16, {layer.rows, 2, layer.width}), pa(DType::kBF16, {layer.rows, layer.width});
-  Array dh_q(DType::kF8E4M3, {layer.rows, 2, layer.width});
-  Array dh_scale(DType::kF32, {layer.rows, 2, blocks});
-  Array d_weights(DType::kF32, {layer.rows, 1}), sums(DType::kF32, {blocks, layer.rows});
+  Array dh(DType::kBF16, {layer.rows(), 2, layer.width}),
+      pa(DType::kBF16, {layer.rows(), layer.width});
+  Array dh_q(DType::kF8E4M3, {layer.rows(), 2, layer.width});
+  Array dh_scale(DType::kF32, {layer.rows(), 2, blocks});
+  Array d_weights(DType::kF32, {layer.rows(), 1}), sums(DType::kF32, {blocks, layer.rows()});
   ExpertDownBackwardArgs args;
   args.down = down.codes;
   args.down_scale = down.scale;
@@ -179,20 +134,20 @@ void bench_down_backward(const Layer& layer) {
   float* row_sums = sums.as<float>();
   std::vector<Timed> timed = {
       {"chosen",
-       2.0 * layer.rows * layer.model * layer.width,
+       2.0 * layer.rows() * layer.model * layer.width,
        [=] {
          require(cuda::launch_expert_down_backward_fp8_sm90(args, rows, scale, row_sums, nullptr));
        },
        {}}};
-  print("expert_down_backward_fp8", layer.name, timed);
+  print("expert_down_backward_fp8", layer.name, timed, kRounds);
 }
 
 void bench_up_backward(const Layer& layer) {
-  Quantised dh({layer.rows, 2, layer.width}, false, 1);
+  Quantised dh({layer.rows(), 2, layer.width}, false, 1);
   Quantised gate({layer.experts, layer.model, layer.width}, true, 2);
   Quantised up({layer.experts, layer.model, layer.width}, true, 3);
-  Array offsets = make_offsets(layer.experts, layer.rows);
-  Array dx(DType::kBF16, {layer.rows, layer.model});
+  Array offsets = make_offsets(layer.experts, layer.rows());
+  Array dx(DType::kBF16, {layer.rows(), layer.model});
   ExpertUpBackwardArgs args;
   args.dh = dh.codes;
   args.dh_scale = dh.scale;
@@ -207,11 +162,11 @@ void bench_up_backward(const Layer& layer) {
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back(
         {names[tile],
-         4.0 * layer.rows * layer.model * layer.width,
+         4.0 * layer.rows() * layer.model * layer.width,
          [=] { require(cuda::launch_expert_up_backward_fp8_sm90(args, tile, nullptr)); },
          {}});
   }
-  print("expert_up_backward_fp8", layer.name, timed);
+  print("expert_up_backward_fp8", layer.name, timed, kRounds);
 }
 
 int run(int argc, char** argv) {

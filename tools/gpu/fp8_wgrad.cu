@@ -11,8 +11,8 @@
 #include "cuda/launch/grouped_wgrad_sm90.h"
 #include "cuda/launch/quantize_columns.h"
 #include "gemm_reference.cuh"
-#include "harness.cuh"
 #include "reference/quantize_block.h"
+#include "shapes.cuh"
 
 namespace harness {
 namespace {
@@ -215,22 +215,9 @@ int check(bool f32) {
   return failures > 0;
 }
 
-// tokens, experts, K, model width H, expert width I.
-struct Layer {
-  const char* name;
-  int64_t tokens;
-  int experts, per_token, model, width;
-};
-
-constexpr Layer kLayers[] = {
-    {"S1", 8192, 8, 2, 4096, 14336},  {"S2", 16384, 128, 8, 2048, 768},
-    {"S3", 8192, 128, 8, 4096, 1536}, {"S4", 16384, 64, 8, 2048, 1024},
-    {"S5", 8192, 32, 4, 2880, 2880},  {"S6", 8192, 32, 8, 7168, 2048},
-};
-
 // Times in one run: both operands' quantisers, the products of every tile, and the bf16 path.
 void bench(const Layer& layer) {
-  const int64_t rows = layer.tokens * layer.per_token;
+  const int64_t rows = layer.rows();
   const int h = layer.model, w = layer.width;
   Array x = normal(DType::kBF16, {layer.tokens, 1, h}, 1),
         dy = normal(DType::kBF16, {layer.tokens, 1, h}, 2);
@@ -253,7 +240,7 @@ void bench(const Layer& layer) {
                             const Blocked& to) {
     const cuda::QuantizeColumnsArgs args =
         columns_args(from, map == nullptr ? ConstTensor() : ConstTensor(*map), offsets, rows,
-                     layer.per_token, to);
+                     layer.experts_per_token, to);
     timed.push_back({name,
                      3.0 * rows * from.tensor().dims[1] * from.tensor().dims[2],
                      [=] { require(cuda::quantize_columns(args, nullptr)); },
@@ -266,7 +253,7 @@ void bench(const Layer& layer) {
   PermuteArgs permutation;
   permutation.x = ConstTensor{x.tensor().data, DType::kBF16, 2, {layer.tokens, h, 0, 0}};
   permutation.slot_of_row = slots;
-  permutation.experts_per_token = layer.per_token;
+  permutation.experts_per_token = layer.experts_per_token;
   permutation.rows = gathered;
   timed.push_back({"permute bf16",
                    4.0 * rows * h,

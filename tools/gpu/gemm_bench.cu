@@ -5,7 +5,7 @@
 #include "cuda/launch/experts_sm90.h"
 #include "cuda/launch/grouped_gemm_sm90.h"
 #include "cuda/launch/grouped_wgrad_sm90.h"
-#include "harness.cuh"
+#include "shapes.cuh"
 
 namespace harness {
 namespace {
@@ -14,62 +14,15 @@ using namespace dropless;
 
 constexpr int kRounds = 15;
 
-// [rows, contraction] x [experts, contraction, cols], the shapes of the peers' table; random
-// groups.
-struct Shape {
-  const char* name;
-  int64_t rows;
-  int experts, cols, contraction;
-};
-
-constexpr Shape kShapes[] = {
-    {"olmoe_fc1", 131072, 64, 2048, 2048},  {"olmoe_fc2", 131072, 64, 2048, 1024},
-    {"qwen3_fc1", 131072, 128, 1536, 2048}, {"qwen3_fc2", 131072, 128, 2048, 768},
-    {"mixtral_fc1", 16384, 8, 28672, 4096}, {"mixtral_fc2", 16384, 8, 4096, 14336},
-    {"dsv3_fc1", 16384, 32, 4096, 7168},    {"dsv3_fc2", 16384, 32, 7168, 2048},
-};
-
-// Rows M, experts E and experts a token K, model width H, expert width I.
-struct Layer {
-  const char* name;
-  int64_t rows;
-  int experts, experts_per_token, model, width;
-  int64_t tokens() const { return rows / experts_per_token; }
-};
-
-constexpr Layer kLayers[] = {
-    {"S1_mixtral", 16384, 8, 2, 4096, 14336},     {"S2_qwen3_30b", 131072, 128, 8, 2048, 768},
-    {"S3_qwen3_235b", 65536, 128, 8, 4096, 1536}, {"S4_olmoe", 131072, 64, 8, 2048, 1024},
-    {"S5_gpt_oss", 32768, 32, 4, 2880, 2880},     {"S6_dsv3_rank", 65536, 32, 8, 7168, 2048},
-};
-
-void print(const char* op, const char* shape, std::vector<Timed>& timed) {
-  time_interleaved(timed, kRounds);
-  for (const Timed& t : timed) {
-    std::printf(
-        "{\"op\": \"%s\", \"shape\": \"%s\", \"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": "
-        "%.4f, \"ms_p90\": %.4f, \"tflops\": %.1f}\n",
-        op, shape, t.name.c_str(), t.median(), t.quantile(0.1), t.quantile(0.9),
-        t.flops / t.median() * 1e-9);
-  }
-  std::fflush(stdout);
-}
-
-Array make_offsets(int experts, int64_t rows) {
-  Array offsets(DType::kI32, {experts + 1});
-  offsets.upload(random_offsets(experts, rows, 0.3, 7));
-  return offsets;
-}
-
 // Slots [M] of a random routing: rows of a group are ordered by token, as a layer's are.
 Array make_slots(const Layer& layer, const std::vector<int32_t>& offsets) {
-  std::vector<int> slots(layer.rows);
-  for (int64_t i = 0; i < layer.rows; ++i) slots[i] = static_cast<int>(i);
+  std::vector<int> slots(layer.rows());
+  for (int64_t i = 0; i < layer.rows(); ++i) slots[i] = static_cast<int>(i);
   std::shuffle(slots.begin(), slots.end(), std::mt19937(5));
   for (int e = 0; e < layer.experts; ++e) {
     std::sort(slots.begin() + offsets[e], slots.begin() + offsets[e + 1]);
   }
-  Array array(DType::kI32, {layer.rows});
+  Array array(DType::kI32, {layer.rows()});
   array.upload(slots);
   return array;
 }
@@ -94,7 +47,7 @@ void bench_gemm(const Shape& shape, bool transposed) {
                      [=] { require(cuda::launch_grouped_gemm_sm90(args, tile, nullptr)); },
                      {}});
   }
-  print(transposed ? "gemm_T" : "gemm_N", shape.name, timed);
+  print(transposed ? "gemm_T" : "gemm_N", shape.name, timed, kRounds);
 }
 
 void bench_wgrad(const Shape& shape, DType out) {
@@ -115,17 +68,18 @@ void bench_wgrad(const Shape& shape, DType out) {
                      [=] { require(cuda::launch_grouped_wgrad_sm90(args, tile, nullptr)); },
                      {}});
   }
-  print(out == DType::kBF16 ? "wgrad" : "wgrad_f32", shape.name, timed);
+  print(out == DType::kBF16 ? "wgrad" : "wgrad_f32", shape.name, timed, kRounds);
 }
 
 void bench_up(const Layer& layer) {
-  Array x = normal(DType::kBF16, {layer.tokens(), layer.model}, 1);
+  Array x = normal(DType::kBF16, {layer.tokens, layer.model}, 1);
   const float scale = 1.0f / std::sqrt(static_cast<float>(layer.model));
   Array gate = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 2, scale);
   Array up = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 3, scale);
-  Array offsets = make_offsets(layer.experts, layer.rows);
+  Array offsets = make_offsets(layer.experts, layer.rows());
   Array slots = make_slots(layer, offsets.download<int32_t>());
-  Array h(DType::kBF16, {layer.rows, 2, layer.width}), a(DType::kBF16, {layer.rows, layer.width});
+  Array h(DType::kBF16, {layer.rows(), 2, layer.width}),
+      a(DType::kBF16, {layer.rows(), layer.width});
   ExpertUpArgs args;
   args.x = x;
   args.slot_of_row = slots;
@@ -139,19 +93,19 @@ void bench_up(const Layer& layer) {
   const std::vector<std::string> names = tile_names<std::tuple<cuda::ExpertUpSm90Tile>>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back({names[tile],
-                     4.0 * layer.rows * layer.model * layer.width,
+                     4.0 * layer.rows() * layer.model * layer.width,
                      [=] { require(cuda::launch_expert_up_sm90(args, nullptr)); },
                      {}});
   }
-  print("up", layer.name, timed);
+  print("up", layer.name, timed, kRounds);
 }
 
 void bench_up_backward(const Layer& layer) {
-  Array dh = normal(DType::kBF16, {layer.rows, 2, layer.width}, 1);
+  Array dh = normal(DType::kBF16, {layer.rows(), 2, layer.width}, 1);
   Array gate = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 2);
   Array up = normal(DType::kBF16, {layer.experts, layer.model, layer.width}, 3);
-  Array offsets = make_offsets(layer.experts, layer.rows);
-  Array dx(DType::kBF16, {layer.rows, layer.model});
+  Array offsets = make_offsets(layer.experts, layer.rows());
+  Array dx(DType::kBF16, {layer.rows(), layer.model});
   ExpertUpBackwardArgs args;
   args.dh = dh;
   args.gate = gate;
@@ -162,24 +116,25 @@ void bench_up_backward(const Layer& layer) {
   const std::vector<std::string> names = tile_names<cuda::GroupedGemmSm90Tiles>();
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back({names[tile],
-                     4.0 * layer.rows * layer.model * layer.width,
+                     4.0 * layer.rows() * layer.model * layer.width,
                      [=] { require(cuda::launch_expert_up_backward_sm90(args, tile, nullptr)); },
                      {}});
   }
-  print("up_backward", layer.name, timed);
+  print("up_backward", layer.name, timed, kRounds);
 }
 
 void bench_down_backward(const Layer& layer) {
-  Array dy = normal(DType::kBF16, {layer.tokens(), layer.model}, 1);
+  Array dy = normal(DType::kBF16, {layer.tokens, layer.model}, 1);
   Array down = normal(DType::kBF16, {layer.experts, layer.width, layer.model}, 2,
                       1.0f / std::sqrt(static_cast<float>(layer.width)));
-  Array h = normal(DType::kBF16, {layer.rows, 2, layer.width}, 3);
-  Array weights = normal(DType::kF32, {layer.tokens(), layer.experts_per_token}, 4);
-  Array offsets = make_offsets(layer.experts, layer.rows);
+  Array h = normal(DType::kBF16, {layer.rows(), 2, layer.width}, 3);
+  Array weights = normal(DType::kF32, {layer.tokens, layer.experts_per_token}, 4);
+  Array offsets = make_offsets(layer.experts, layer.rows());
   Array slots = make_slots(layer, offsets.download<int32_t>());
-  Array dh(DType::kBF16, {layer.rows, 2, layer.width}), pa(DType::kBF16, {layer.rows, layer.width});
-  Array d_weights(DType::kF32, {layer.tokens(), layer.experts_per_token});
-  Array sums(DType::kF32, {ceil_div(layer.width, cuda::kDownBackwardTileCols), layer.rows});
+  Array dh(DType::kBF16, {layer.rows(), 2, layer.width}),
+      pa(DType::kBF16, {layer.rows(), layer.width});
+  Array d_weights(DType::kF32, {layer.tokens, layer.experts_per_token});
+  Array sums(DType::kF32, {ceil_div(layer.width, cuda::kDownBackwardTileCols), layer.rows()});
   ExpertDownBackwardArgs args;
   args.dy = dy;
   args.down = down;
@@ -196,11 +151,11 @@ void bench_down_backward(const Layer& layer) {
   for (size_t tile = 0; tile < names.size(); ++tile) {
     timed.push_back(
         {names[tile],
-         2.0 * layer.rows * layer.model * layer.width,
+         2.0 * layer.rows() * layer.model * layer.width,
          [=] { require(cuda::launch_expert_down_backward_sm90(args, tile, row_sums, nullptr)); },
          {}});
   }
-  print("down_backward", layer.name, timed);
+  print("down_backward", layer.name, timed, kRounds);
 }
 
 int run(int argc, char** argv) {

@@ -2,7 +2,7 @@
 // (rows gathered by token), beside what the public functions choose here; JSON lines to stdout.
 //   gemm_sm80_bench [shape [dtype]]     dtype: bf16, f32
 #include "cuda/launch/products_sm80.h"
-#include "harness.cuh"
+#include "shapes.cuh"
 
 namespace harness {
 namespace {
@@ -11,21 +11,10 @@ using namespace dropless;
 
 constexpr int kRounds = 9;
 
-// tokens, experts per token, experts, model width H, expert width I.
-struct Layer {
-  const char* name;
-  int64_t tokens;
-  int per_token, experts;
-  int64_t model, width;
-};
-
-constexpr Layer kLayers[] = {
-    {"S1_mixtral", 8192, 2, 8, 4096, 14336},
-    {"S4_olmoe", 16384, 8, 64, 2048, 1024},
-    {"S6_dsv3_rank", 8192, 8, 32, 7168, 2048},
-    // The same with rows of 4 bytes' and of one element's alignment.
-    {"S4_olmoe_even", 16384, 8, 64, 2046, 1022},
-    {"S4_olmoe_odd", 16384, 8, 64, 2047, 1023},
+// Rows of 4 bytes' and of one element's alignment.
+constexpr Layer kUnaligned[] = {
+    {"S4_olmoe_even", 16384, 64, 8, 2046, 1022},
+    {"S4_olmoe_odd", 16384, 64, 8, 2047, 1023},
 };
 
 void print(const char* op, const Layer& layer, DType dtype, std::vector<Timed>& timed) {
@@ -43,14 +32,13 @@ void print(const char* op, const Layer& layer, DType dtype, std::vector<Timed>& 
 void bench(Layer layer, DType dtype) {
   const bool f32 = dtype == DType::kF32;
   if (f32) layer.tokens /= 4;  // float32 is some ten times slower
-  const int64_t m = layer.tokens * layer.per_token, e = layer.experts, model = layer.model,
-                width = layer.width;
+  const int64_t m = layer.rows(), e = layer.experts, model = layer.model, width = layer.width;
   const float scale = 1.0f / std::sqrt(static_cast<float>(model));
   Array x = normal(dtype, {layer.tokens, model}, 1), dy = normal(dtype, {layer.tokens, model}, 2);
   Array gate = normal(dtype, {e, model, width}, 3, scale);
   Array up = normal(dtype, {e, model, width}, 4, scale);
   Array down = normal(dtype, {e, width, model}, 5, scale);
-  Array weights = normal(DType::kF32, {layer.tokens, layer.per_token}, 6);
+  Array weights = normal(DType::kF32, {layer.tokens, layer.experts_per_token}, 6);
   Array offsets(DType::kI32, {e + 1}), slots(DType::kI32, {m});
   offsets.upload(random_offsets(static_cast<int>(e), m, 0.3, 7));
   std::vector<int> order(m);
@@ -60,11 +48,11 @@ void bench(Layer layer, DType dtype) {
   Array h(dtype, {m, 2, width}), a(dtype, {m, width}), out(dtype, {m, model});
   Array dh(dtype, {m, 2, width}), pa(dtype, {m, width});
   Array dw(dtype, {e, model, width}), dw2(dtype, {e, model, width});
-  Array dp(DType::kF32, {layer.tokens, layer.per_token});
+  Array dp(DType::kF32, {layer.tokens, layer.experts_per_token});
 
   ExpertUpArgs up_args;
   up_args.x = x, up_args.gate = gate, up_args.up = up, up_args.offsets = offsets;
-  up_args.slot_of_row = slots, up_args.experts_per_token = layer.per_token;
+  up_args.slot_of_row = slots, up_args.experts_per_token = layer.experts_per_token;
   up_args.h = h, up_args.a = a;
   GroupedGemmArgs down_args;
   down_args.lhs = a, down_args.rhs = down, down_args.offsets = offsets, down_args.out = out;
@@ -76,7 +64,7 @@ void bench(Layer layer, DType dtype) {
   up_back.dx_rows = out;
   GroupedWgradArgs wgrad;
   wgrad.x = x, wgrad.dy = dh, wgrad.slot_of_row = slots, wgrad.offsets = offsets;
-  wgrad.gather = Gather::kLhs, wgrad.experts_per_token = layer.per_token;
+  wgrad.gather = Gather::kLhs, wgrad.experts_per_token = layer.experts_per_token;
   wgrad.dw[0] = dw, wgrad.dw[1] = dw2;
   Array workspace(DType::kU8, {std::max({cuda::expert_up_workspace_bytes(up_args),
                                          cuda::expert_down_backward_workspace_bytes(back),
@@ -129,7 +117,9 @@ void bench(Layer layer, DType dtype) {
 
 int run(int argc, char** argv) {
   const std::string shape = argc > 1 ? argv[1] : "", dtype = argc > 2 ? argv[2] : "";
-  for (const Layer& layer : kLayers) {
+  std::vector<Layer> layers(std::begin(kLayers), std::end(kLayers));
+  layers.insert(layers.end(), std::begin(kUnaligned), std::end(kUnaligned));
+  for (const Layer& layer : layers) {
     if (std::string(layer.name).find(shape) == std::string::npos) continue;
     if (dtype != "f32") bench(layer, DType::kBF16);
     if (dtype != "bf16" && layer.model % 2 == 0) bench(layer, DType::kF32);
