@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from dropless._checks import check_flag, check_one_of, check_real
+from dropless._checks import check_flag, check_one_of, check_real, unwrap_numbers
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
@@ -36,6 +36,7 @@ class Activation:
     up_offset: float = 0.0
 
     def __post_init__(self):
+        unwrap_numbers(self)
         check_one_of("activation", self.kind, ACTIVATIONS)
         check_flag("Activation.gated", self.gated)
         check_real("Activation.slope", self.slope, positive=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,15 @@ _FLOAT32 = np.finfo(np.float32)
 MAX_EXPERTS = 2**24
 # No axis of an array is longer: row numbers are int32.
 _MAX_SIZE = 2**31 - 1
+
+
+def unwrap_numbers(config: Any) -> None:
+    """Numpy's scalars in a frozen dataclass become Python's: settings read from an array or a
+    data frame are those of the same value written out."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(config, field.name, value.item())
 
 
 def check_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import jax
 
 from dropless._activation import ACTIVATIONS, Activation
-from dropless._checks import MAX_EXPERTS, check_flag, check_integer, check_one_of, check_real
+from dropless._checks import (
+    MAX_EXPERTS,
+    check_flag,
+    check_integer,
+    check_one_of,
+    check_real,
+    unwrap_numbers,
+)
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity")
 PRECISIONS = ("auto", "f32", "bf16", "fp8")
@@ -91,6 +98,7 @@ class RouterConfig:
     balance_loss: Literal["batch", "sequence"] = "batch"
 
     def __post_init__(self):
+        unwrap_numbers(self)
         check_one_of("RouterConfig.score", self.score, SCORES)
         for name in (
             *("score_before_topk", "renormalize", "renormalize_clamp"),
@@ -213,6 +221,7 @@ class MoEConfig:
     num_sms: int | None = None
 
     def __post_init__(self):
+        unwrap_numbers(self)
         check_integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
         check_integer("experts_per_token", self.experts_per_token, 1)
         if self.experts_per_token > self.num_experts:

@@ -183,3 +183,27 @@ def test_an_activation_of_defaults_is_its_kind():
     assert one == dropless.MoEConfig(8, activation="gelu") and one.activation == "gelu"
     negative = dropless.Activation(up_offset=-0.5)
     assert dropless.MoEConfig(8, activation=negative).activation == negative
+
+
+def test_numpy_scalars_are_settings_as_python_numbers_are():
+    plain = dropless.MoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        expert_dim=64,
+        expert_bias=True,
+        activation=dropless.Activation("silu", up_limit=7.0),
+        router=dropless.RouterConfig(scale=2.5, num_groups=4, groups_kept=2),
+    )
+    given = dropless.MoEConfig(
+        num_experts=np.int64(8),
+        experts_per_token=np.uint8(2),
+        expert_dim=np.int32(64),
+        expert_bias=np.bool_(True),
+        activation=dropless.Activation("silu", up_limit=np.float32(7.0)),
+        router=dropless.RouterConfig(
+            scale=np.float32(2.5), num_groups=np.int16(4), groups_kept=np.int64(2)
+        ),
+    )
+    assert given == plain and repr(given) == repr(plain)
+    with pytest.raises(ValueError, match="num_experts must be an int >= 1; got 8.0"):
+        dropless.MoEConfig(num_experts=np.float32(8), experts_per_token=2)
