@@ -142,9 +142,9 @@ def test_forward_mode_is_jax_error_about_custom_vjp():
         jax.jvp(lambda x: dropless.moe(x, params, BASE)[0], (x,), (x,))
 
 
-def test_a_hessian_is_jax_error_about_custom_vjp():
+def test_a_hessian_is_refused_in_words():
     x, params, _ = oracle.layer_case(BASE, (6, 40))
-    with pytest.raises(TypeError, match=r"can't apply forward-mode \w+ \(jvp\) to a custom_vjp"):
+    with pytest.raises(NotImplementedError, match="once, in reverse mode, and this is a second"):
         jax.hessian(lambda x: dropless.moe(x, params, BASE)[0].sum())(x)
 
 
