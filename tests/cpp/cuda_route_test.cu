@@ -179,6 +179,44 @@ TEST_F(CudaRouteSizes, F9_AnyNumberOfExpertsAndChoices) {
   }
 }
 
+// A warp weighs and ranks the choices of several tokens at once: neighbours that share experts,
+// padding and scores that underflow among them, in one batch and in several.
+TEST_F(CudaRouteSizes, BatchesOfTokens) {
+  Rng rng(44);
+  for (const auto& [tokens, num_experts, per_token] : {std::array<int64_t, 3>{9001, 3, 1},
+                                                       {9002, 5, 2},
+                                                       {13001, 4, 3},
+                                                       {13002, 9, 8},
+                                                       {21003, 40, 7},
+                                                       {13003, 14, 12},
+                                                       {9003, 70, 17},
+                                                       {9004, 33, 32}}) {
+    for (const RouterScore score :
+         {RouterScore::kSoftmax, RouterScore::kSigmoid, RouterScore::kSqrtSoftplus}) {
+      for (const bool before : {false, true}) {
+        Routing expected(tokens, num_experts, per_token);
+        expected.randomize(rng);
+        expected.mask = Array(DType::kU8, {tokens});
+        for (int64_t t = 0; t < tokens; ++t) {
+          expected.mask.set(t, rng() % 5 == 0 ? 0 : 1);
+          if (rng() % 3 != 0) continue;
+          for (int64_t e = 0; e < num_experts; ++e) {
+            const int64_t i = t * num_experts + e;
+            expected.logits.set(i, expected.logits[i] - 120);
+          }
+        }
+        expected.options.score = score;
+        expected.options.score_before_topk = before;
+        Routing got = expected;
+        SCOPED_TRACE(expected.logits.shape());
+        ASSERT_TRUE(reference::route(expected.forward()).ok());
+        gpu_route(got);
+        expect_same_routing(got, expected);
+      }
+    }
+  }
+}
+
 // Keys that differ in their last bits alone, where the selection keeps the place of a key.
 TEST_F(CudaRouteSizes, F1_NeighbouringFloatsAreInOrder) {
   Rng rng(43);

@@ -24,6 +24,16 @@ struct CountSlotsParams {
   int tokens_per_chunk;
 };
 
+// Adds to the rank of every slot of a chunk the slots that precede its warp; warps own equal runs
+// of `slots_per_warp` slots. `ids` and `rank` [slots] are the chunk's.
+__device__ inline void add_ranks_of_warps(const int* before_warp, int num_experts, int slots,
+                                          int slots_per_warp, const int32_t* ids, int32_t* rank) {
+  for (int i = threadIdx.x; i < slots; i += blockDim.x) {
+    const int id = ids[i];
+    if (id >= 0 && id < num_experts) rank[i] += before_warp[i / slots_per_warp * num_experts + id];
+  }
+}
+
 // Grid: chunks. Shared: [warps, E] int32.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) count_slots_kernel(CountSlotsParams p) {
@@ -61,8 +71,10 @@ __global__ void __launch_bounds__(kThreads) count_slots_kernel(CountSlotsParams 
   }
 
   __syncthreads();
-  scan_over_warps<kWarps>(shared, num_experts,
-                          p.counts + static_cast<int64_t>(blockIdx.x) * num_experts);
+  int32_t* counts = p.counts + static_cast<int64_t>(blockIdx.x) * num_experts;
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    scan_warps<kWarps>(shared + e, num_experts, counts + e);
+  }
   __syncthreads();
   add_ranks_of_warps(shared, num_experts, slots, slots_per_warp, p.ids + chunk_begin,
                      p.rank + chunk_begin);

@@ -1,11 +1,12 @@
-// First launch of route: one warp a token scores, selects, weighs and counts; one block a chunk of
-// tokens.
+// First launch of route: one block a chunk of tokens. One warp a token scores and selects; what
+// follows needs K lanes, so a warp weighs and counts several tokens at once.
 //
 // Lane l holds experts l, l + 32, l + 64, ...: the order of sums is then that of
 // core/router_math.h, and what top-k ranks has the same bits as on a CPU.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/router_math.h"
 #include "cuda/kernels/select_experts.cuh"
@@ -88,28 +89,31 @@ struct Choice {
 // The choices of a token share their weights' divisor.
 struct WeighedChoice {
   Choice choice;
-  bool divisor_depends;  // on the scores; the same in all lanes
+  bool divisor_depends;  // on the scores
 };
 
-// Softmax of rate * logit over the lanes that hold a choice.
-__device__ inline float softmax_of_choices(float logit, float rate, bool is_choice) {
-  const bool has_nan = __any_sync(kFullWarp, is_choice && logit != logit);
-  const float largest = has_nan ? NAN : warp_max(is_choice ? logit : -INFINITY);
-  const float e = is_choice ? router::exp_nonpositive(rate * (logit - largest)) : 0.0f;
-  const float sum = warp_sum(e);
+// Softmax of rate * logit over the lanes of a token that hold a choice.
+__device__ inline float softmax_of_choices(float logit, float rate, bool is_choice, int lanes) {
+  const bool has_nan = group_any(is_choice && logit != logit, lanes);
+  const float largest = group_max(is_choice ? logit : -INFINITY, lanes);
+  const float below = has_nan ? NAN : logit - largest;
+  const float e = is_choice ? router::exp_nonpositive(rate * below) : 0.0f;
+  const float sum = group_sum(e, lanes);
   return is_choice ? e / sum : 0.0f;
 }
 
-// `largest` and `exp_sum` are those of all the token's logits.
+// Every `lanes` lanes, a power of two, hold one token's choices; `largest` and `exp_sum` are those
+// of all its logits.
 __device__ inline WeighedChoice weigh_choice(const RouterOptions& options, float logit,
-                                             float largest, float exp_sum, bool is_choice) {
+                                             float largest, float exp_sum, bool is_choice,
+                                             int lanes) {
   const bool elementwise = router::is_positive_elementwise(options.score);
   Choice choice = {0.0f, 0.0f, 0.0f};
   if (options.score == RouterScore::kSoftmax) {
     if (options.score_before_topk) {
       choice.score = is_choice ? router::exp_nonpositive(logit - largest) / exp_sum : 0.0f;
     } else {
-      choice.score = softmax_of_choices(logit, 1.0f, is_choice);
+      choice.score = softmax_of_choices(logit, 1.0f, is_choice, lanes);
     }
   } else if (is_choice) {
     choice.score = router::elementwise_score(options.score, logit);
@@ -118,17 +122,19 @@ __device__ inline WeighedChoice weigh_choice(const RouterOptions& options, float
   float divisor = 1.0f;
   bool is_clamped = false;
   if (options.renormalize) {
-    const float sum = warp_sum(choice.score);
+    const float sum = group_sum(choice.score, lanes);
     const float eps = options.renormalize_eps;
     is_clamped = options.renormalize_clamp && sum < eps;
     divisor = is_clamped ? eps : options.renormalize_clamp ? sum : sum + eps;
     // Scores of very negative logits underflow, but their ratios are those of exponentials.
     constexpr float kUnderflow = 1e-30f;
     const bool is_exponential = options.score != RouterScore::kIdentity;
-    if (is_exponential && divisor < kUnderflow && eps == 0.0f) {
-      choice.normalized = softmax_of_choices(logit, router::exp_rate(options.score), is_choice);
-    } else {
-      choice.normalized = is_choice ? choice.score / divisor : 0.0f;
+    const bool underflows = is_exponential && divisor < kUnderflow && eps == 0.0f;
+    choice.normalized = is_choice ? choice.score / divisor : 0.0f;
+    if (__any_sync(kFullWarp, is_choice && underflows)) {
+      const float rate = router::exp_rate(options.score);
+      const float ratio = softmax_of_choices(logit, rate, is_choice, lanes);
+      if (underflows) choice.normalized = ratio;
     }
   }
   if (elementwise) {
@@ -147,30 +153,18 @@ __device__ inline int valid_id(int id, int num_experts) {
   return id >= 0 && id < num_experts && (same & lower) == 0 ? id : -1;
 }
 
-// Turns the warps' counts [warps, E] into the slots that precede each warp in the chunk, and writes
-// the chunk's counts [E].
+// Turns the warps' counts of one expert, `stride` apart, into the slots that precede each warp in
+// the chunk, and writes the chunk's count.
 template <int kWarps>
-__device__ void scan_over_warps(int* counts_of_warp, int num_experts, int32_t* chunk_counts) {
-  for (int e = threadIdx.x; e < num_experts; e += kWarps * kWarpSize) {
-    int before = 0;
+__device__ void scan_warps(int* counts, int stride, int32_t* chunk_count) {
+  int before = 0;
 #pragma unroll 16  // so that the loads overlap
-    for (int w = 0; w < kWarps; ++w) {
-      const int count = counts_of_warp[w * num_experts + e];
-      counts_of_warp[w * num_experts + e] = before;
-      before += count;
-    }
-    chunk_counts[e] = before;
+  for (int w = 0; w < kWarps; ++w) {
+    const int count = counts[w * stride];
+    counts[w * stride] = before;
+    before += count;
   }
-}
-
-// Adds to the rank of every slot of a chunk the slots that precede its warp; warps own equal runs
-// of `slots_per_warp` slots. `ids` and `rank` [slots] are the chunk's.
-__device__ inline void add_ranks_of_warps(const int* before_warp, int num_experts, int slots,
-                                          int slots_per_warp, const int32_t* ids, int32_t* rank) {
-  for (int i = threadIdx.x; i < slots; i += blockDim.x) {
-    const int id = ids[i];
-    if (id >= 0 && id < num_experts) rank[i] += before_warp[i / slots_per_warp * num_experts + id];
-  }
+  *chunk_count = before;
 }
 
 // What is known of a router when its kernel is compiled: the branches of the others, and registers
@@ -201,7 +195,52 @@ __device__ RouterOptions known_options(RouterOptions options) {
   return options;
 }
 
-// Grid: chunks. Block: `warps` full warps. Shared: [warps, E] of 4 bytes, at least [warps, 4].
+// What the warps of a block leave to be added up.
+struct WarpParts {
+  int* counts;      // [warps, E]
+  float* prob_sum;  // [warps, E]
+  float* sums;      // [warps, 2]
+  int* counters;    // [warps, 2]
+
+  static constexpr int64_t bytes(int64_t warps, int64_t num_experts) {
+    return warps * (2 * num_experts + 4) * 4;
+  }
+
+  __device__ WarpParts(int* memory, int warps, int num_experts)
+      : counts(memory),
+        prob_sum(reinterpret_cast<float*>(memory + warps * num_experts)),
+        sums(prob_sum + warps * num_experts),
+        counters(reinterpret_cast<int*>(sums + warps * 2)) {}
+};
+
+// Writes the chunk's sums, warp after warp, and turns the counts into the slots of the chunk that
+// precede each warp. Sums of different kinds go to different threads.
+template <int kThreads, class T>
+__device__ void add_warps(const WarpParts& parts, int num_experts, const RouteTokensParams<T>& p,
+                          int64_t chunk) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  const auto total = [](const auto* from, int stride) {
+    std::remove_cvref_t<decltype(*from)> sum = 0;
+#pragma unroll 16  // so that the loads overlap
+    for (int w = 0; w < kWarps; ++w) sum += from[w * stride];
+    return sum;
+  };
+  for (int i = threadIdx.x; i < 2 * num_experts + 4; i += kThreads) {
+    const int e = i - num_experts;
+    const int last = e - num_experts;
+    if (e < 0) {
+      scan_warps<kWarps>(parts.counts + i, num_experts, p.counts + chunk * num_experts + i);
+    } else if (last < 0) {
+      p.prob_sum[chunk * num_experts + e] = total(parts.prob_sum + e, num_experts);
+    } else if (last < 2) {
+      p.sums[chunk * 2 + last] = total(parts.sums + last, 2);
+    } else {
+      p.counters[chunk * 2 + last - 2] = total(parts.counters + last - 2, 2);
+    }
+  }
+}
+
+// Grid: chunks. Block: full warps. Shared: WarpParts.
 // There are no more blocks than SMs, so one of them may take all registers of its SM.
 template <class T, int V, int kThreads, RouterKind kKind>
 __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensParams<T> p) {
@@ -213,13 +252,16 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
   const int num_experts = p.num_experts;
   const int top_k = p.experts_per_token;
   const int64_t chunk = blockIdx.x;
-  const int64_t chunk_begin = chunk * p.tokens_per_chunk;
-  const int64_t chunk_end = min(chunk_begin + p.tokens_per_chunk, static_cast<int64_t>(p.tokens));
+  // Fewer than 2^31 slots, and so tokens, in all.
+  const int chunk_begin = blockIdx.x * p.tokens_per_chunk;
+  const int chunk_tokens = min(p.tokens_per_chunk, p.tokens - chunk_begin);
   const int tokens_per_warp = (p.tokens_per_chunk + kWarps - 1) / kWarps;
-  const int64_t begin = chunk_begin + warp * tokens_per_warp;
-  const int64_t end = min(begin + tokens_per_warp, chunk_end);
+  const int first_of_warp = min(warp * tokens_per_warp, chunk_tokens);
+  const int begin = chunk_begin + first_of_warp;
+  const int end = begin + min(tokens_per_warp, chunk_tokens - first_of_warp);
 
-  int* histogram = shared + warp * num_experts;
+  const WarpParts parts(shared, kWarps, num_experts);
+  int* histogram = parts.counts + warp * num_experts;
   for (int e = lane; e < num_experts; e += kWarpSize) histogram[e] = 0;
   __syncwarp();
 
@@ -245,100 +287,105 @@ __global__ void __launch_bounds__(kThreads, 1) route_tokens_kernel(RouteTokensPa
 
   TokenScores<V> next;
   const bool in_terms = p.terms != nullptr;
-  if (begin < end && !in_terms) next.load(p.logits + begin * num_experts, num_experts);
-  for (int64_t t = begin; t < end; ++t) {
-    TokenScores<V> token = next;
-    if (in_terms) {
-      // Not ahead of time: three times the registers would hold them.
-      token.load_terms(p.terms + t * kTerms * num_experts, p.logit_bias, num_experts,
-                       p.summed + t * num_experts);
-    } else if (t + 1 < end) {
-      next.load(p.logits + (t + 1) * num_experts, num_experts);
-    }
-    const int64_t slot = t * top_k + lane;
-    const bool is_slot = lane < top_k;
-    int chosen = kRouteFreely;
-    if (p.forced_ids != nullptr) {
-      chosen = is_slot ? p.forced_ids[slot] : -1;
-      const bool freely = __shfl_sync(kFullWarp, chosen, 0) == kRouteFreely;
-      chosen = freely ? kRouteFreely : valid_id(chosen, num_experts);
-    }
-    bool is_padding = !__any_sync(kFullWarp, chosen != -1);
-    if (p.mask != nullptr) is_padding |= __all_sync(kFullWarp, p.mask[t] == 0) != 0;
-    if (is_padding) {
-      if (is_slot) {
-        p.ids[slot] = -1;
-        p.weights[slot] = 0.0f;
-      }
-      continue;
-    }
-    token.compute(options.score, exact_softmax, num_experts);
-    const float inverse = 1.0f / token.score_sum;
-#pragma unroll
-    for (int j = 0; j < V; ++j) prob_sum[j] += token.score[j] * inverse;
-    lse_square += token.lse * token.lse;
-    entropy_bits += token.entropy_bits(options.score) * inverse;
-    ++real_tokens;
-    nonfinite += token.nonfinite;
+  const T* logits = p.logits + static_cast<int64_t>(begin) * num_experts;
+  if (begin < end && !in_terms) next.load(logits, num_experts);
 
-    if (__any_sync(kFullWarp, chosen == kRouteFreely)) {
-      uint32_t keys[V];
-      selection_keys(options, token, biased, bias, num_experts, keys);
-      chosen = select_experts(keys, top_k, is_lossless);
+  // A batch is as many tokens as a warp has lanes for the choices of.
+  const int log2_lanes = 32 - __clz(top_k - 1);
+  const int lanes = 1 << log2_lanes;
+  const int batch_tokens = kWarpSize >> log2_lanes;
+  const int token_in_batch = lane >> log2_lanes;  // whose choices this lane holds,
+  const int place = lane & (lanes - 1);           // and which of them
+  int batch = begin;
+  int id = -1;  // this lane's slot of the last batch
+  int rank = 0;
+  int slot = 0;
+  for (int t = begin; t < end;) {
+    batch = t;
+    id = -1;
+    float largest = 0.0f;
+    float exp_sum = 1.0f;
+    for (int i = 0; i < batch_tokens && t < end; ++i, ++t, logits += num_experts) {
+      TokenScores<V> token = next;
+      if (in_terms) {
+        // Not ahead of time: three times the registers would hold them.
+        const int64_t first = static_cast<int64_t>(t) * num_experts;
+        token.load_terms(p.terms + kTerms * first, p.logit_bias, num_experts, p.summed + first);
+      } else if (t + 1 < end) {
+        next.load(logits + num_experts, num_experts);
+      }
+      int chosen = kRouteFreely;
+      if (p.forced_ids != nullptr) {
+        chosen = lane < top_k ? p.forced_ids[t * top_k + lane] : -1;
+        const bool freely = __shfl_sync(kFullWarp, chosen, 0) == kRouteFreely;
+        chosen = freely ? kRouteFreely : valid_id(chosen, num_experts);
+      }
+      bool is_padding = !__any_sync(kFullWarp, chosen != -1);
+      if (p.mask != nullptr) is_padding |= __all_sync(kFullWarp, p.mask[t] == 0) != 0;
+      if (is_padding) continue;
+      token.compute(options.score, exact_softmax, num_experts);
+      const float inverse = 1.0f / token.score_sum;
+#pragma unroll
+      for (int j = 0; j < V; ++j) prob_sum[j] += token.score[j] * inverse;
+      lse_square += token.lse * token.lse;
+      entropy_bits += token.entropy_bits(options.score) * inverse;
+      ++real_tokens;
+      nonfinite += token.nonfinite;
+
+      if (__any_sync(kFullWarp, chosen == kRouteFreely)) {
+        uint32_t keys[V];
+        selection_keys(options, token, biased, bias, num_experts, keys);
+        chosen = select_experts(keys, top_k, is_lossless);
+      }
+      chosen = __shfl_sync(kFullWarp, chosen, place);
+      if (token_in_batch == i) {
+        id = chosen;
+        largest = token.largest;
+        exp_sum = token.exp_sum;
+      }
     }
-    const bool is_choice = chosen >= 0;
-    const float logit = is_choice ? to_float(p.logits[t * num_experts + chosen]) : 0.0f;
-    const Choice choice =
-        weigh_choice(options, logit, token.largest, token.exp_sum, is_choice).choice;
-    if (is_slot) {
-      p.ids[slot] = chosen;
+
+    const int token = batch + token_in_batch;
+    const bool is_choice = id >= 0;
+    const float logit =
+        is_choice ? to_float(p.logits[static_cast<int64_t>(token) * num_experts + id]) : 0.0f;
+    const Choice choice = weigh_choice(options, logit, largest, exp_sum, is_choice, lanes).choice;
+    slot = token * top_k + place;
+    if (place < top_k && token < end) {
+      p.ids[slot] = id;
       p.weights[slot] = choice.normalized * options.scale;
     }
-    if (is_choice) p.rank[slot] = histogram[chosen]++;  // the K experts of a token differ
+    // Lanes with the same expert take consecutive ranks in lane order.
+    const unsigned same = __match_any_sync(kFullWarp, id);
+    const int lower = __popc(same & ((1u << lane) - 1u));
+    if (is_choice) rank = histogram[id] + lower;
+    __syncwarp();
+    if (is_choice && lower == 0) histogram[id] = rank + __popc(same);
+    if (is_choice && t < end) p.rank[slot] = rank;
     __syncwarp();
   }
-  const float entropy = kLn2 * warp_sum(entropy_bits);
 
-  __syncthreads();
-  scan_over_warps<kWarps>(shared, num_experts, p.counts + chunk * num_experts);
-  __syncthreads();
-  add_ranks_of_warps(shared, num_experts, static_cast<int>(chunk_end - chunk_begin) * top_k,
-                     tokens_per_warp * top_k, p.ids + chunk_begin * top_k,
-                     p.rank + chunk_begin * top_k);
-  __syncthreads();
-
-  // The statistics, warp after warp, in the memory of the counts.
-  float* partial = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int e = lane + kWarpSize * j;
-    if (e < num_experts) partial[warp * num_experts + e] = prob_sum[j];
+    if (e < num_experts) parts.prob_sum[warp * num_experts + e] = prob_sum[j];
   }
-  __syncthreads();
-  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
-    float sum = 0.0f;
-#pragma unroll 16
-    for (int w = 0; w < kWarps; ++w) sum += partial[w * num_experts + e];
-    p.prob_sum[chunk * num_experts + e] = sum;
-  }
-  __syncthreads();
+  const float entropy = kLn2 * warp_sum(entropy_bits);
   nonfinite = warp_sum(nonfinite);
   if (lane == 0) {
-    partial[warp * 4 + 0] = lse_square;
-    partial[warp * 4 + 1] = entropy;
-    shared[warp * 4 + 2] = real_tokens;
-    shared[warp * 4 + 3] = nonfinite;
+    parts.sums[warp * 2 + 0] = lse_square;
+    parts.sums[warp * 2 + 1] = entropy;
+    parts.counters[warp * 2 + 0] = real_tokens;
+    parts.counters[warp * 2 + 1] = nonfinite;
   }
   __syncthreads();
-  if (threadIdx.x < 2) {
-    float sum = 0.0f;
-    int count = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      sum += partial[w * 4 + threadIdx.x];
-      count += shared[w * 4 + 2 + threadIdx.x];
-    }
-    p.sums[chunk * 2 + threadIdx.x] = sum;
-    p.counters[chunk * 2 + threadIdx.x] = count;
+  add_warps<kThreads>(parts, num_experts, p, chunk);
+  __syncthreads();
+  const int* before = parts.counts + warp * num_experts;
+  if (id >= 0) p.rank[slot] = rank + before[id];
+  for (int i = begin * top_k + lane; i < batch * top_k; i += kWarpSize) {
+    const int earlier = p.ids[i];
+    if (earlier >= 0) p.rank[i] += before[earlier];
   }
 }
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(RouteBackwardP
   for (int e = lane; e < num_experts; e += kWarpSize) scattered[e] = 0.0f;
   token.compute(p.options.score, false, num_experts);
   const WeighedChoice weighed =
-      weigh_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice);
+      weigh_choice(p.options, chosen_logit, token.largest, token.exp_sum, is_choice, kWarpSize);
   const ChoiceGradient gradient = choice_gradient(p.options, weighed, d_weight);
   __syncwarp();
   if (is_choice) scattered[id] = gradient.of_choice;

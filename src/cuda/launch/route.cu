@@ -14,12 +14,15 @@ namespace {
 
 // Threads of a routing block by the experts that a lane holds: as many as registers allow (64 a
 // thread at 1024 threads), since a token is a long chain of dependent steps that only other warps
-// can hide. Shared memory, [warps, E] words, stays within the 48 KB that need no opt-in.
+// can hide. Shared memory of count_slots, [warps, E] words, stays within 32 KB, and that of
+// route_tokens within 66 KB.
 constexpr int threads_of(int experts_per_lane) {
-  if (experts_per_lane <= 8) return 1024;  // 32 KB
-  if (experts_per_lane <= 16) return 512;  // 32 KB
-  return 256;                              // 32 KB
+  if (experts_per_lane <= 8) return 1024;
+  if (experts_per_lane <= 16) return 512;
+  return 256;
 }
+
+constexpr int kSharedWithoutOptIn = 48 * 1024;  // what a block has unless its kernel asks for more
 
 Status check_limits(const char* op, int64_t num_experts, int64_t experts_per_token) {
   if (num_experts > kMaxExperts) {
@@ -117,10 +120,14 @@ Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const 
   p.tokens_per_chunk = static_cast<int>(cut.tokens_per_chunk);
   if (cut.chunks > 0) {
     dispatch_experts(num_experts, [&](auto v, auto threads) {
-      const int64_t words = std::max<int64_t>(num_experts, 4) * (threads() / kWarpSize);
+      const int bytes = static_cast<int>(WarpParts::bytes(threads() / kWarpSize, num_experts));
       const auto launch = [&](auto kind) {
-        route_tokens_kernel<T, v(), threads(), kind()>
-            <<<static_cast<unsigned>(cut.chunks), threads(), words * 4, stream>>>(p);
+        const auto kernel = route_tokens_kernel<T, v(), threads(), kind()>;
+        // Refused, the launch fails and says so.
+        if (bytes > kSharedWithoutOptIn) {
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        }
+        kernel<<<static_cast<unsigned>(cut.chunks), threads(), bytes, stream>>>(p);
       };
       switch (router_kind(p.options, p.bias != nullptr)) {
         case RouterKind::kSoftmax:

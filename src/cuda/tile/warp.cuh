@@ -31,6 +31,29 @@ __device__ float warp_max(float value) {
   return value;
 }
 
+// The same over groups of `lanes` lanes, a power of two that is known only when the kernel runs.
+__device__ inline float group_sum(float value, int lanes) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    if (distance < lanes) value += __shfl_xor_sync(kFullWarp, value, distance);
+  }
+  return value;
+}
+
+__device__ inline float group_max(float value, int lanes) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    if (distance < lanes) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, distance));
+  }
+  return value;
+}
+
+// Whether any lane of this lane's group says so.
+__device__ inline bool group_any(bool value, int lanes) {
+  const unsigned group = (kFullWarp >> (kWarpSize - lanes)) << (lane_id() & ~(lanes - 1));
+  return (__ballot_sync(kFullWarp, value) & group) != 0;
+}
+
 // Sum over the lanes below this one.
 __device__ inline int warp_exclusive_scan(int value) {
   const int lane = lane_id();
