@@ -9,6 +9,7 @@
 #include "tests/cpp/support/compare.h"
 #include "tests/cpp/support/device.h"
 #include "tests/cpp/support/routing.h"
+#include "tests/cpp/support/routing_cases.h"
 
 namespace dropless::testing {
 namespace {
@@ -83,6 +84,10 @@ TEST_F(CudaRouterTerms, RouteAddsThemUp) {
       device.finish();
       EXPECT_TRUE(got.ids.same_bits(expected.ids));
       EXPECT_TRUE(got.plan.same_bits(expected.plan));
+      EXPECT_TRUE(got.counters.same_bits(expected.counters));
+      EXPECT_TRUE(close(got.weights, expected.weights, router_bound(experts)));
+      EXPECT_TRUE(close(got.prob_sum, expected.prob_sum, router_bound(experts + 197)));
+      EXPECT_TRUE(close(got.sums, expected.sums, router_bound(experts + 197)));
       EXPECT_TRUE(summed.same_bits(want));
     }
   }

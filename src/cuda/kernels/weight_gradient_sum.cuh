@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(256)
   const int step = gridDim.x * blockDim.x;
   const int begin = offsets[0], end = min(offsets[experts], rows);
   if (end - begin != slots) {  // else every slot has a row
-    for (int slot = first; slot < slots; slot += step) d_weights[slot] = 0.0f;
+    for (int64_t slot = first; slot < slots; slot += step) d_weights[slot] = 0.0f;
     cooperative_groups::this_grid().sync();
   }
   for (int64_t row = first; row < end; row += step) {  // past 2^31 at the end

@@ -74,10 +74,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Orders this thread's ordinary shared-memory writes before later reads by the copy engine or
 // wgmma.
 __device__ __forceinline__ void fence_proxy_async() {

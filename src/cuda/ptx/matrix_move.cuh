@@ -59,19 +59,6 @@ __device__ __forceinline__ uint4 load_shared_words(uint32_t smem_address) {
   return value;
 }
 
-__device__ __forceinline__ uint2 load_shared_pair(uint32_t smem_address) {
-  uint2 value;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "r"(smem_address)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_shared_word(uint32_t smem_address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_words(uint32_t smem_address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem_address), "r"(a), "r"(b) : "memory");
 }
@@ -82,11 +69,6 @@ __device__ __forceinline__ void copy_async_16(uint32_t smem_address, const void*
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(from),
                "r"(present ? 16 : 0)
                : "memory");
-}
-
-// Waits for all of this thread's asynchronous copies.
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Arrives at `barrier`, which counts this arrival, when all of this thread's asynchronous copies so
