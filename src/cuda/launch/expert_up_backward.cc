@@ -21,7 +21,8 @@ Status expert_up_backward(const ExpertUpBackwardArgs& args, Tensor, Stream strea
   }
   if (path == ProductPath::kSm80) return launch_expert_up_backward_sm80(args, stream);
   if (path == ProductPath::kF32) return launch_expert_up_backward_f32(args, stream);
-  const int tile = grouped_gemm_sm90_tile(args.dh.dims[1] * width, args.dx_rows.dims[1]);
+  const int tile = grouped_gemm_sm90_tile(rows, args.gate.dims[0], args.dh.dims[1] * width,
+                                          args.dx_rows.dims[1]);
   return launch_expert_up_backward_sm90(args, tile, stream);
 }
 

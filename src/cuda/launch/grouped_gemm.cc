@@ -24,7 +24,8 @@ Status grouped_gemm(const GroupedGemmArgs& args, Tensor, Stream stream) {
     case ProductPath::kSm90:
       break;
   }
-  return launch_grouped_gemm_sm90(args, grouped_gemm_sm90_tile(contraction, cols), stream);
+  const int tile = grouped_gemm_sm90_tile(rows, args.rhs.dims[0], contraction, cols);
+  return launch_grouped_gemm_sm90(args, tile, stream);
 }
 
 }  // namespace dropless::cuda

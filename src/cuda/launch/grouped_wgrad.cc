@@ -71,7 +71,9 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
   GroupedWgradArgs contiguous = args;
   const bool left = args.gather == Gather::kLhs;
   const int64_t other_cols = left ? args.dy.dims[1] * args.dy.dims[2] : args.x.dims[1];
-  if (args.gather != Gather::kNone && !grouped_wgrad_sm90_gathers(other_cols)) {
+  const int64_t experts = args.dw[0].dims[0];
+  if (args.gather != Gather::kNone &&
+      !grouped_wgrad_sm90_gathers(left, rows, experts, other_cols)) {
     const ConstTensor from = left ? args.x : args.dy;
     const int64_t width = left ? from.dims[1] : from.dims[1] * from.dims[2];
     DROPLESS_RETURN_IF_ERROR(
@@ -87,7 +89,7 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     gathered.dims[0] = rows;
     contiguous.gather = Gather::kNone;
   }
-  const int tile = grouped_wgrad_sm90_tile(rows, args.dw[0].dims[0], args.dy.dims[2]);
+  const int tile = grouped_wgrad_sm90_tile(rows, experts, args.dy.dims[2]);
   return launch_grouped_wgrad_sm90(contiguous, tile, stream);
 }
 
