@@ -53,7 +53,8 @@ DROPLESS_EXPORT int64_t dropless_expert_down_backward_workspace_bytes(int64_t ro
   args.h.dims[2] = expert_dim;
   return dropless::cuda::expert_down_backward_workspace_bytes(args);
 }
-// dw [E, width, cols] of x [., width] and dy [., planes, cols]; gather and fp8 as in the target.
+// dw [E, width, cols] of x [., width] and dy [., planes, cols]; gather as in the target, fp8 too,
+// or 2 where the operand that is not gathered comes quantised.
 DROPLESS_EXPORT int64_t dropless_grouped_wgrad_workspace_bytes(int64_t rows, int64_t width,
                                                                int64_t planes, int64_t cols,
                                                                int64_t num_experts, int64_t gather,
@@ -66,8 +67,11 @@ DROPLESS_EXPORT int64_t dropless_grouped_wgrad_workspace_bytes(int64_t rows, int
   args.dy.dims[1] = planes;
   args.dy.dims[2] = cols;
   args.dw[0].dims[0] = num_experts;
+  args.dw[0].dims[1] = width;
+  args.dw[0].dims[2] = cols;
   args.slot_of_row.dims[0] = rows;
   args.gather = static_cast<dropless::Gather>(gather);
   args.fp8 = fp8 != 0;
+  if (fp8 == 2) (args.gather == dropless::Gather::kLhs ? args.dy_scale : args.x_scale).rank = 3;
   return dropless::cuda::grouped_wgrad_workspace_bytes(args);
 }

@@ -2,7 +2,7 @@
 // target change, so that a compile cache of an older version never calls a newer kernel.
 #pragma once
 
-#define DROPLESS_CONTRACT 4
+#define DROPLESS_CONTRACT 5
 
 #define DROPLESS_EXPORT extern "C" __attribute__((visibility("default")))
 

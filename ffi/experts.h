@@ -107,10 +107,14 @@ struct ExpertDownBackward {
             .template Arg<ffi::AnyBuffer>()  // weights [T, K]
             .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
             .template Arg<ffi::AnyBuffer>()  // slot_of_row [M]
-            .template Ret<ffi::AnyBuffer>()  // dh [M, P, I]
+            .template Ret<ffi::AnyBuffer>()  // dh [M, P, I] or (0,)
             .template Ret<ffi::AnyBuffer>()  // dh_q [M, P, I] or (0,)
             .template Ret<ffi::AnyBuffer>()  // dh_scale [M, P, ceil(I/128)] or (0,)
-            .template Ret<ffi::AnyBuffer>()  // pa [M, I]
+            .template Ret<ffi::AnyBuffer>()  // pa [M, I] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // dh_columns [B, P, C, 128] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // dh_columns_scale [B, P, C] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // pa_columns [B, 1, C, 128] or (0,)
+            .template Ret<ffi::AnyBuffer>()  // pa_columns_scale [B, 1, C] or (0,)
             .template Ret<ffi::AnyBuffer>()  // d_weights [T, K]
             .template Ret<ffi::AnyBuffer>()  // workspace
             .template Attr<int32_t>("scale_rounding")
@@ -120,9 +124,10 @@ struct ExpertDownBackward {
   static ExpertDownBackwardArgs decode(Decoder& d, In dy, In dy_scale, In down, In down_scale,
                                        In down_bias, In h, In h_scale, In weights, In offsets,
                                        In slot_of_row, Out dh, Out dh_q, Out dh_scale, Out pa,
-                                       Out d_weights, Out workspace, int32_t scale_rounding,
-                                       int32_t num_sms, int32_t activation, int32_t gated,
-                                       float slope, float gate_limit, float up_limit,
+                                       Out dh_columns, Out dh_columns_scale, Out pa_columns,
+                                       Out pa_columns_scale, Out d_weights, Out workspace,
+                                       int32_t scale_rounding, int32_t num_sms, int32_t activation,
+                                       int32_t gated, float slope, float gate_limit, float up_limit,
                                        float up_offset) {
     ExpertDownBackwardArgs args;
     d.num_sms(num_sms);
@@ -140,10 +145,16 @@ struct ExpertDownBackward {
     args.activation =
         decode_activation(d, activation, gated, slope, gate_limit, up_limit, up_offset);
     args.scale_rounding = static_cast<ScaleRounding>(scale_rounding);
-    args.dh = d.out("dh", dh);
+    args.dh_columns = d.optional_out("dh_columns", dh_columns);
+    args.dh_columns_scale = d.optional_out("dh_columns_scale", dh_columns_scale);
+    args.pa_columns = d.optional_out("pa_columns", pa_columns);
+    args.pa_columns_scale = d.optional_out("pa_columns_scale", pa_columns_scale);
+    // Without columns, shape (0,) means M = 0 rather than "absent".
+    const bool columns = args.dh_columns.given();
+    args.dh = columns ? d.optional_out("dh", dh) : d.out("dh", dh);
     args.dh_q = d.optional_out("dh_q", dh_q);
     args.dh_scale = d.optional_out("dh_scale", dh_scale);
-    args.pa = d.out("pa", pa);
+    args.pa = columns ? d.optional_out("pa", pa) : d.out("pa", pa);
     args.d_weights = d.out("d_weights", d_weights);
     return args;
   }

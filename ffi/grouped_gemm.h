@@ -43,8 +43,10 @@ struct GroupedWgrad {
   template <class Binding>
   static auto bind(Binding binding) {
     return std::move(binding)
-        .template Arg<ffi::AnyBuffer>()  // x [M or T, Kc]
-        .template Arg<ffi::AnyBuffer>()  // dy [M or T, P, N]
+        .template Arg<ffi::AnyBuffer>()  // x [M or T, Kc] or [B, 1, C, 128]
+        .template Arg<ffi::AnyBuffer>()  // x_scale [B, 1, C] or (0,)
+        .template Arg<ffi::AnyBuffer>()  // dy [M or T, P, N] or [B, P, C, 128]
+        .template Arg<ffi::AnyBuffer>()  // dy_scale [B, P, C] or (0,)
         .template Arg<ffi::AnyBuffer>()  // slot_of_row [M] or (0,)
         .template Arg<ffi::AnyBuffer>()  // offsets [E+1]
         .template Arg<ffi::AnyBuffer>()  // into0 [E, Kc, N], aliased to dw0, or (0,)
@@ -59,15 +61,17 @@ struct GroupedWgrad {
         .template Attr<int32_t>("num_sms");
   }
 
-  static GroupedWgradArgs decode(Decoder& d, In x, In dy, In slot_of_row, In offsets, In into0,
-                                 In into1, Out dw0, Out dw1, Out workspace, int32_t gather,
-                                 int64_t experts_per_token, int32_t fp8, int32_t scale_rounding,
-                                 int32_t num_sms) {
+  static GroupedWgradArgs decode(Decoder& d, In x, In x_scale, In dy, In dy_scale, In slot_of_row,
+                                 In offsets, In into0, In into1, Out dw0, Out dw1, Out workspace,
+                                 int32_t gather, int64_t experts_per_token, int32_t fp8,
+                                 int32_t scale_rounding, int32_t num_sms) {
     GroupedWgradArgs args;
     d.num_sms(num_sms);
     d.workspace(workspace);
     args.x = d.in("x", x);
+    args.x_scale = d.optional_in("x_scale", x_scale);
     args.dy = d.in("dy", dy);
+    args.dy_scale = d.optional_in("dy_scale", dy_scale);
     // Where the map is needed, shape (0,) means M = 0 rather than "absent".
     args.slot_of_row =
         gather != 0 ? d.in("slot_of_row", slot_of_row) : d.optional_in("slot_of_row", slot_of_row);

@@ -99,6 +99,12 @@ struct ExpertDownBackwardArgs {
   Tensor dh_q;      // [M, P, I] float8, optional: dh quantised 1x128 along I from its fp32 value
   Tensor dh_scale;  // [M, P, ceil(I/128)] float32, with dh_q
   Tensor pa;        // [M, I] dtype of dh: p * A
+  // In place of dh and pa, for grouped_wgrad's FP8 operands (grouped_gemm.h), of the values that dh
+  // and pa would have. With float8 operands, gated, dh_q given.
+  Tensor dh_columns;        // [B, P, C, 128] float8, C = ceil(I/128) * 128
+  Tensor dh_columns_scale;  // [B, P, C] float32
+  Tensor pa_columns;        // [B, 1, C, 128] float8
+  Tensor pa_columns_scale;  // [B, 1, C] float32
   Tensor
       d_weights;  // [T, K] float32: rowsum(dA' * A) + dot(dy, down_bias); 0 where a slot has no row
 };

@@ -30,9 +30,16 @@ enum class Gather : int32_t { kNone = 0, kLhs = 1, kRhs = 2 };
 // dw[p][e] = sum over the rows r of expert e of outer(x[index(r)], dy[index(r), p]).
 // The gathered side reads row slot_of_row[r] / K; the other one reads row r.
 // An empty expert's gradient is exactly 0 (or unchanged, when accumulating).
+//
+// An FP8 operand that is not gathered may come quantised, as expert_down_backward leaves it:
+// B = M / 128 + E blocks of 128 rows of one expert, block offsets[e] / 128 + e being the first of
+// expert e; in a block [planes, C, 128] codes in the order that the kernels read, C being the
+// columns rounded up to 128. The other operand is gathered then.
 struct GroupedWgradArgs {
-  ConstTensor x;            // [M or T, Kc] float32 | bfloat16
-  ConstTensor dy;           // [M or T, P, N] dtype of x, P in {1, 2}
+  ConstTensor x;            // [M or T, Kc] float32 | bfloat16; or [B, 1, C, 128] float8
+  ConstTensor x_scale;      // [B, 1, C] float32, only if x is float8
+  ConstTensor dy;           // [M or T, P, N] dtype of x, P in {1, 2}; or [B, P, C, 128] float8
+  ConstTensor dy_scale;     // [B, P, C] float32, only if dy is float8
   ConstTensor slot_of_row;  // [M] int32, needed by gather
   ConstTensor offsets;      // [E+1] int32
   Gather gather = Gather::kNone;

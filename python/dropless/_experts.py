@@ -57,6 +57,14 @@ class Spec:
         """Whether FP8 products and what stands between them are calls of their own."""
         return self.fp8 and self.gpu and not fp8.has_fused_kernels(self.activation)
 
+    def columns_at_once(self, biases: bool) -> bool:
+        """Whether the weight gradients' operands are quantised where they are made.
+
+        Biases' gradients are sums of dh in bfloat16, which then does not exist.
+        """
+        fused = self.wgrad_fp8 and self.gpu and not self.in_steps and self.activation.gated
+        return fused and not biases
+
     @property
     def pow2(self) -> bool:
         return self.scale_rounding == "pow2"
@@ -122,9 +130,14 @@ def _weight_operand(spec: Spec, q: Any, scale: Any) -> tuple[Any, Any]:
     return (fp8.pad(q, 1, 2), scale) if spec.fp8 else (q, None)
 
 
-def wgrad_workspaces(spec: Spec, m: int, h: int, i: int, e: int) -> tuple[tuple[int, ...], ...]:
-    """What sizes the workspaces of the gradients of gate and up (which gathers x), and of down."""
-    fp8, size = int(spec.wgrad_fp8), jnp.dtype(spec.wide).itemsize
+def wgrad_workspaces(
+    spec: Spec, m: int, h: int, i: int, e: int, columns: bool
+) -> tuple[tuple[int, ...], ...]:
+    """What sizes the workspaces of the gradients of gate and up (which gathers x), and of down.
+
+    ``columns``: dh and p * A come quantised.
+    """
+    fp8, size = 2 if columns else int(spec.wgrad_fp8), jnp.dtype(spec.wide).itemsize
     return (m, h, spec.activation.parts, i, e, 1, fp8, size), (m, i, 1, h, e, 2, fp8, size)
 
 
@@ -232,8 +245,9 @@ def _experts_bwd(spec, residuals, dy):
     m, i, k = slot_of_row.shape[0], params["gate"].shape[2], row_of_slot.shape[1]
     parts = spec.activation.parts
     prepared = prepared or prepare(params, spec.precision, spec.scale_rounding)
+    columns = spec.columns_at_once("gate_bias" in params)
     with jax.named_scope("dropless_down_backward"):
-        dh, dh_q, dh_scale, pa, d_weights = _down_backward(
+        (dh, dh_columns), dh_q, dh_scale, (pa, pa_columns), d_weights = _down_backward(
             spec,
             _rows_operand(spec, dy),
             _weight_operand(spec, prepared.down.q, prepared.down.scale),
@@ -241,6 +255,7 @@ def _experts_bwd(spec, residuals, dy):
             (h, h_scale),
             weights,
             maps,
+            columns=columns,
         )
     with jax.named_scope("dropless_up_backward"):
         gate, up = (
@@ -258,7 +273,8 @@ def _experts_bwd(spec, residuals, dy):
                 num_sms=spec.num_sms,
             )
         dx = combine(dx_rows[:, : x.shape[1]], row_of_slot, None, x.dtype)
-    dh, pa = dh[..., :i], pa[:, :i]
+    if not columns:
+        dh, pa = dh[..., :i], pa[:, :i]
     wgrad = functools.partial(
         call,
         "grouped_wgrad",
@@ -271,17 +287,18 @@ def _experts_bwd(spec, residuals, dy):
         # Weight gradients leave the fp32 accumulator in the parameters' own dtype.
         inward = ("gate", "up")[:parts]
         up_workspace, down_workspace = wgrad_workspaces(
-            spec, m, x.shape[1], i, offsets.shape[0] - 1
+            spec, m, x.shape[1], i, offsets.shape[0] - 1, columns
         )
+        to_rows = slot_of_row, offsets, None, None
         d_inward = wgrad(
             [*((params[name].shape, params[name].dtype) for name in inward), None][:2],
-            [x.astype(spec.wide), dh, slot_of_row, offsets, None, None],
+            [x.astype(spec.wide), None, dh, dh_columns, *to_rows],
             workspace=up_workspace,
             gather=1,
         )
         d_down, _ = wgrad(
             [(params["down"].shape, params["down"].dtype), None],
-            [pa, dy.astype(spec.wide)[:, None, :], slot_of_row, offsets, None, None],
+            [pa, pa_columns, dy.astype(spec.wide)[:, None, :], None, *to_rows],
             workspace=down_workspace,
             gather=2,
         )
@@ -291,8 +308,12 @@ def _experts_bwd(spec, residuals, dy):
     return dx, d_weights, d_params, None, None
 
 
-def _down_backward(spec, dy, down, down_bias, h, weights, maps):
-    """dh, its codes and scales (None if not FP8), p * A, and the weights' gradient."""
+def _down_backward(spec, dy, down, down_bias, h, weights, maps, *, columns):
+    """dh, its codes and scales (None if not FP8), p * A, and the weights' gradient.
+
+    dh and p * A are a pair of values and None; or, with ``columns``, of the codes and scales that
+    weight gradients multiply.
+    """
     offsets, slot_of_row, _ = maps
     h, h_scale = h
     if h_scale is not None and spec.gpu:
@@ -304,15 +325,30 @@ def _down_backward(spec, dy, down, down_bias, h, weights, maps):
         activation = spec.activation
         rest = (h, weights, offsets, slot_of_row)
         options = {"pow2": spec.pow2, "num_sms": spec.num_sms}
-        return fp8.expert_down_backward(activation, dy, down, down_bias, *rest, **options)
+        dh, *codes, pa, d_weights = fp8.expert_down_backward(
+            activation, dy, down, down_bias, *rest, **options
+        )
+        return (dh, None), *codes, (pa, None), d_weights
     m, parts, i = h.shape
-    return call(
+
+    def operand(planes, shape):
+        """Results: values of this shape, or their codes and scales."""
+        if not columns:
+            return [(shape, spec.wide)], [None, None]
+        blocked = fp8.token_blocks(m, offsets.shape[0] - 1), planes, fp8.blocks(i) * 128
+        return [None], [((*blocked, 128), fp8.F8), (blocked, jnp.float32)]
+
+    dh, dh_columns = operand(parts, (m, parts, i))
+    pa, pa_columns = operand(1, (m, i))
+    dh, dh_q, dh_scale, pa, dh_columns, dh_s, pa_columns, pa_s, d_weights = call(
         "expert_down_backward",
         [
-            ((m, parts, i), spec.wide),
+            *dh,
             ((m, parts, i), fp8.F8) if spec.fp8 else None,
             ((m, parts, fp8.blocks(i)), jnp.float32) if spec.fp8 else None,
-            ((m, i), spec.wide),
+            *pa,
+            *dh_columns,
+            *pa_columns,
             (weights.shape, jnp.float32),
         ],
         [*dy, *down, down_bias, h, h_scale, weights, offsets, slot_of_row],
@@ -320,6 +356,9 @@ def _down_backward(spec, dy, down, down_bias, h, weights, maps):
         num_sms=spec.num_sms,
         **spec.attributes,
     )
+    if columns:
+        return (dh_columns, dh_s), dh_q, dh_scale, (pa_columns, pa_s), d_weights
+    return (dh, None), dh_q, dh_scale, (pa, None), d_weights
 
 
 def _bias_gradients(params, dh, dy, weights, maps):

@@ -28,6 +28,11 @@ def blocks(n: int) -> int:
     return -(-n // _BLOCK)
 
 
+def token_blocks(m: int, e: int) -> int:
+    """Blocks of 128 rows of one expert that M rows of E experts can reach."""
+    return m // _BLOCK + e
+
+
 def padded(n: int) -> int:
     """A width as FP8 products take it."""
     return -(-n // _ALIGNMENT) * _ALIGNMENT

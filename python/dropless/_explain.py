@@ -80,7 +80,7 @@ def explain(
     )
     forward, backward = _gemms(spec, sizes, found)
     saved = _saved(spec, sizes, jnp.dtype(dtype).name)
-    workspaces = _workspaces(spec, sizes)
+    workspaces = _workspaces(spec, sizes, cfg.expert_bias)
     if cfg.shared_expert_dim is not None:
         # One expert that every token is routed to, without a router of its own.
         alone = dataclasses.replace(sizes, k=1, e=1, i=cfg.shared_expert_dim)
@@ -92,7 +92,7 @@ def explain(
         more = _gemms(spec, alone, found)
         forward, backward = forward + shared(more[0]), backward + shared(more[1])
         saved += shared(_saved(spec, alone, "float32"))
-        workspaces += _workspaces(spec, alone)[1:]
+        workspaces += _workspaces(spec, alone, False)[1:]
     return Explanation(
         config=cfg,
         tokens=tokens,
@@ -205,14 +205,15 @@ def _saved(spec: Spec, s: _Sizes, x: str) -> tuple[Array, ...]:
     )
 
 
-def _workspaces(spec: Spec, s: _Sizes) -> tuple[Array, ...]:
+def _workspaces(spec: Spec, s: _Sizes, biases: bool) -> tuple[Array, ...]:
     operand = _BYTES[spec.precision]
     h, i = (padded(s.h), padded(s.i)) if spec.fp8 else (s.h, s.i)
     fused = (("expert_up", s.m, h, operand), ("expert_down_backward", s.m, h, i, operand))
+    wgrads = wgrad_workspaces(spec, s.m, s.h, s.i, s.e, spec.columns_at_once(biases))
     calls = (
         ("route", s.t, s.e),
         *(() if spec.in_steps else fused),
-        *(("grouped_wgrad", *sizes) for sizes in wgrad_workspaces(spec, s.m, s.h, s.i, s.e)),
+        *(("grouped_wgrad", *sizes) for sizes in wgrads),
     )
     return tuple(
         Array(op, (_library.workspace_bytes(op, *sizes),), "uint8") for op, *sizes in calls

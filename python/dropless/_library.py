@@ -36,7 +36,7 @@ OPS = (
 )
 
 # The number in every target's name (ffi/contract.h); this Python code makes calls of this contract.
-CONTRACT = 4
+CONTRACT = 5
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 

@@ -217,8 +217,8 @@ def _wgrad(dtype, x, dy, offsets, into):
     return call(
         "grouped_wgrad",
         results,
-        [x, dy[:, None, :], None, offsets, into, None],
-        aliases=None if into is None else {4: 0},
+        [x, None, dy[:, None, :], None, None, offsets, into, None],
+        aliases=None if into is None else {6: 0},
         workspace=(x.shape[0], x.shape[1], 1, dy.shape[1], shape[0], 0, 0, x.dtype.itemsize),
         gather=0,
         experts_per_token=1,

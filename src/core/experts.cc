@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/checker.h"
+#include "core/token_blocks.h"
 
 namespace dropless {
 namespace {
@@ -134,14 +135,34 @@ Status check(const ExpertDownBackwardArgs& args) {
   c.require("weights", args.weights, {DType::kF32}, {"T", "K"});
   check_offsets(c, args.offsets);
   c.require("slot_of_row", args.slot_of_row, {DType::kI32}, {"M"});
-  c.require("dh", args.dh, {result}, {"M", "P", "I"});
+  if (args.dh_columns.given()) {
+    c.that(operands == DType::kF8E4M3 && args.activation.gated && args.dh_q.given(),
+           "'dh_columns' needs float8_e4m3fn operands, gated experts and dh_q");
+    const BlockedOperand blocked(c.value("M"), c.value("E"), 1, c.value("I"));
+    c.let("M/128+E", blocked.blocks);
+    c.let("ceil(I/128)*128", blocked.columns);
+    const DType codes = DType::kF8E4M3;
+    c.require("dh_columns", args.dh_columns, {codes}, {"M/128+E", "P", "ceil(I/128)*128", "128"});
+    c.require("dh_columns_scale", args.dh_columns_scale, {DType::kF32},
+              {"M/128+E", "P", "ceil(I/128)*128"});
+    c.require("pa_columns", args.pa_columns, {codes}, {"M/128+E", "1", "ceil(I/128)*128", "128"});
+    c.require("pa_columns_scale", args.pa_columns_scale, {DType::kF32},
+              {"M/128+E", "1", "ceil(I/128)*128"});
+    c.absent("dh", args.dh, "used only without dh_columns");
+    c.absent("pa", args.pa, "used only without dh_columns");
+  } else {
+    c.require("dh", args.dh, {result}, {"M", "P", "I"});
+    c.require("pa", args.pa, {result}, {"M", "I"});
+    for (const Tensor& columns : {args.dh_columns_scale, args.pa_columns, args.pa_columns_scale}) {
+      c.absent("pa_columns", columns, "used only with dh_columns");
+    }
+  }
   if (args.dh_q.given()) {
     c.require("dh_q", args.dh_q, {DType::kF8E4M3}, {"M", "P", "I"});
     c.require("dh_scale", args.dh_scale, {DType::kF32}, {"M", "P", "ceil(I/128)"});
   } else {
     c.absent("dh_scale", args.dh_scale, "used only with dh_q");
   }
-  c.require("pa", args.pa, {result}, {"M", "I"});
   c.require("d_weights", args.d_weights, {DType::kF32}, {"T", "K"});
   return c.status();
 }

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/checker.h"
+#include "core/token_blocks.h"
 
 namespace dropless {
 
@@ -42,9 +43,25 @@ Status check(const GroupedWgradArgs& args) {
          "'gather' must be 0 (none), 1 (x) or 2 (dy), got " + std::to_string(gather));
   c.that(args.experts_per_token >= 1,
          "'experts_per_token' must be at least 1, got " + std::to_string(args.experts_per_token));
-  c.require("x", args.x, {DType::kF32, DType::kBF16},
-            {args.gather == Gather::kLhs ? "T" : "M", "Kc"});
-  c.require("dy", args.dy, {args.x.dtype}, {args.gather == Gather::kRhs ? "T" : "M", "P", "N"});
+  const bool x_blocked = args.x.dtype == DType::kF8E4M3, dy_blocked = args.dy_scale.given();
+  if (x_blocked) {
+    c.require("x", args.x, {DType::kF8E4M3}, {"B", "1", "C", "128"});
+    c.require("x_scale", args.x_scale, {DType::kF32}, {"B", "1", "C"});
+    c.that(args.fp8 && args.gather == Gather::kRhs, "float8 'x' needs fp8 = 1 and gather = 2 (dy)");
+  } else {
+    c.require("x", args.x, {DType::kF32, DType::kBF16},
+              {args.gather == Gather::kLhs ? "T" : "M", "Kc"});
+    c.absent("x_scale", args.x_scale, "used only when x is float8_e4m3fn");
+  }
+  if (dy_blocked) {
+    c.require("dy", args.dy, {DType::kF8E4M3}, {"B", "P", "C", "128"});
+    c.require("dy_scale", args.dy_scale, {DType::kF32}, {"B", "P", "C"});
+    c.that(args.fp8 && args.gather == Gather::kLhs, "float8 'dy' needs fp8 = 1 and gather = 1 (x)");
+  } else if (x_blocked) {
+    c.require("dy", args.dy, {DType::kF32, DType::kBF16}, {"T", "P", "N"});
+  } else {
+    c.require("dy", args.dy, {args.x.dtype}, {args.gather == Gather::kRhs ? "T" : "M", "P", "N"});
+  }
   c.that(c.value("P") == 1 || c.value("P") == 2,
          "argument 'dy' must have P = 1 or 2 in its shape [M, P, N], got " + describe(args.dy));
   if (args.gather != Gather::kNone) {
@@ -55,6 +72,14 @@ Status check(const GroupedWgradArgs& args) {
     c.require("dw[1]", args.dw[1], {args.dw[0].dtype}, {"E", "Kc", "N"});
   } else {
     c.absent("dw[1]", args.dw[1], "used only when dy has P = 2");
+  }
+  if (x_blocked || dy_blocked) {
+    const int64_t width = c.value(x_blocked ? "Kc" : "N");
+    const BlockedOperand expected(c.value("M"), c.value("E"), 1, width);
+    c.that(c.value("B") == expected.blocks && c.value("C") == expected.columns,
+           "a float8 operand must have " + std::to_string(expected.blocks) + " blocks of " +
+               std::to_string(expected.columns) + " columns, got " +
+               describe(x_blocked ? args.x : args.dy));
   }
   c.let("E+1", c.value("E") + 1);
   c.require("offsets", args.offsets, {DType::kI32}, {"E+1"});

@@ -34,12 +34,15 @@ int64_t grouped_gemm_workspace_bytes(const GroupedGemmArgs&) { return 0; }
 // A copy of the gathered operand in row order; in FP8, codes and scales of both.
 int64_t grouped_wgrad_workspace_bytes(const GroupedWgradArgs& args) {
   if (args.fp8) {
-    const int64_t m = (args.gather == Gather::kLhs ? args.dy : args.x).dims[0];
+    const int64_t m = args.gather == Gather::kNone ? args.x.dims[0] : args.slot_of_row.dims[0];
     const int64_t experts = args.dw[0].dims[0];
-    const BlockedOperand x(m, experts, 1, args.x.dims[1]);
-    const BlockedOperand dy(m, experts, args.dy.dims[1], args.dy.dims[2]);
-    return aligned(x.code_bytes()) + aligned(x.scale_bytes()) + aligned(dy.code_bytes()) +
-           aligned(dy.scale_bytes());
+    const auto bytes = [&](const ConstTensor& scale, int64_t planes, int64_t width) {
+      if (scale.given()) return int64_t{0};  // quantised already
+      const BlockedOperand operand(m, experts, planes, width);
+      return aligned(operand.code_bytes()) + aligned(operand.scale_bytes());
+    };
+    return bytes(args.x_scale, 1, args.dw[0].dims[1]) +
+           bytes(args.dy_scale, args.dy.dims[1], args.dw[0].dims[2]);
   }
   const int64_t rows = args.slot_of_row.dims[0], size = size_of(args.x.dtype);
   if (args.gather == Gather::kLhs) return aligned(rows * args.x.dims[1] * size);

@@ -4,6 +4,8 @@
 
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "core/token_blocks.h"
+#include "cpu/chunks.h"
 #include "cpu/large_pages.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
@@ -147,10 +149,34 @@ class ExpertDownBackward final : public RowGemm {
       partials_;  // [M, ceil(I/128)] sums of dA' * A; each element has one writer
 };
 
+// dh and p * A as they would be, then quantised for the weight gradients.
+Status with_columns(const ExpertDownBackwardArgs& args, Executor& executor) {
+  const int64_t rows = args.h.dims[0], parts = args.h.dims[1], width = args.h.dims[2];
+  std::vector<uint16_t> dh(rows * parts * width), pa(rows * width);
+  ExpertDownBackwardArgs plain = args;
+  plain.dh = Tensor{dh.data(), DType::kBF16, 3, {rows, parts, width}};
+  plain.pa = Tensor{pa.data(), DType::kBF16, 2, {rows, width}};
+  for (Tensor* columns :
+       {&plain.dh_columns, &plain.dh_columns_scale, &plain.pa_columns, &plain.pa_columns_scale}) {
+    *columns = Tensor();
+  }
+  if (Status status = expert_down_backward(plain, executor); !status.ok()) return status;
+  const Tensor pa_planes = {pa.data(), DType::kBF16, 3, {rows, 1, width}};
+  for_chunks(executor, args.down.dims[0], 1, [&](int64_t e, int64_t) {
+    const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+    quantize_token_blocks(plain.dh, range, e, args.scale_rounding, args.dh_columns,
+                          args.dh_columns_scale);
+    quantize_token_blocks(pa_planes, range, e, args.scale_rounding, args.pa_columns,
+                          args.pa_columns_scale);
+  });
+  return Status();
+}
+
 }  // namespace
 
 Status expert_down_backward(const ExpertDownBackwardArgs& args, Executor& executor) try {
   if (Status status = check(args); !status.ok()) return status;
+  if (args.dh_columns.given()) return with_columns(args, executor);
   prefer_large_pages({args.dh, args.dh_q, args.pa});
   for (const Tensor& out : {args.dh, args.dh_q, args.pa}) clear_rows_outside(args.offsets, out);
   clear_scales_outside(args.offsets, args.dh_scale);

@@ -2,8 +2,10 @@
 #include <cstring>
 #include <vector>
 
+#include "core/element.h"
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "core/token_blocks.h"
 #include "cpu/large_pages.h"
 #include "cpu/prefetch.h"
 #include "cpu/row_gemm.h"
@@ -28,37 +30,41 @@ class GroupedWgrad final : public GemmProblem {
   explicit GroupedWgrad(const GroupedWgradArgs& args)
       : args_(args),
         kernels_(kernels()),
-        x_(source(args.x, args.gather == Gather::kLhs)),
-        dy_(source(args.dy, args.gather == Gather::kRhs)) {
-    const int64_t rows = args.gather == Gather::kLhs ? args.dy.dims[0] : args.x.dims[0];
+        dtype_(args.x_scale.given() ? args.dy.dtype : args.x.dtype),
+        x_(source(args.x, args.x_scale, args.gather == Gather::kLhs)),
+        dy_(source(args.dy, args.dy_scale, args.gather == Gather::kRhs)) {
+    const int64_t rows = args.gather == Gather::kNone ? args.x.dims[0] : args.slot_of_row.dims[0];
     for (int64_t e = 0; e < args.dw[0].dims[0]; ++e) {
       const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
-      groups.push_back({e, args.x.dims[1], range.size()});
+      groups.push_back({e, args.dw[0].dims[1], range.size()});
       first_row_.push_back(range.begin);
     }
-    n = args.dy.dims[2];
+    n = args.dw[0].dims[2];
     n_segments = static_cast<int>(args.dy.dims[1]);
     scaled = args.fp8;
   }
 
   void run(Executor& executor) {
-    const bool f32 = args_.x.dtype == DType::kF32 && !args_.fp8;
+    const bool f32 = dtype_ == DType::kF32 && !args_.fp8;
     const GemmKernel& kernel = f32 ? *kernels_.f32 : *kernels_.bf16;
-    const int64_t bytes = kernel.mr * size_of(args_.x.dtype);
+    const int64_t bytes = kernel.mr * size_of(dtype_);
     strips_together = std::clamp<int64_t>(kJobBytes / bytes, 1, kMaxStripsTogether);
     run_gemm(*this, kernel, *kernels_.rows, executor);
   }
 
   void pack_a(const GemmKernel& kernel, const GemmGroup& group, int64_t m0, int64_t count,
               const KBlock& block, char* panels, char* scales, int64_t panel_bytes) const override {
-    const void* const* rows = rows_of(x_, group, block);
+    const bool blocked = args_.x_scale.given();
+    const void* const* rows = blocked ? nullptr : rows_of(x_, group, block);
     for (int64_t k = 0; k < block.length; k += kScaleBlock) {
       const int64_t depth = std::min(kScaleBlock, block.length - k);
-      const void* const* source = rows + k;
+      const void* const* source = blocked ? nullptr : rows + k;
       int64_t offset = m0;
       float scale[kMaxJobColumns];
       if (args_.fp8) {
-        source = quantized(source, depth, offset, count, scale);
+        source = blocked ? decoded(args_.x, args_.x_scale, group, block.begin + k, depth, 0, offset,
+                                   count, scale)
+                         : quantized(source, depth, offset, count, scale);
         offset = 0;
       }
       for (int64_t j = 0; j < count; j += kernel.mr) {
@@ -75,8 +81,9 @@ class GroupedWgrad final : public GemmProblem {
 
   void prefetch_a(const GemmGroup& group, int64_t m0, int64_t count, const KBlock& block,
                   int64_t part, int64_t parts) const override {
+    if (args_.x_scale.given()) return;
     const int64_t first = first_row_[group.index] + block.begin;
-    const int64_t element = size_of(args_.x.dtype);
+    const int64_t element = size_of(dtype_);
     for (int64_t k = block.length * part / parts; k < block.length * (part + 1) / parts; ++k) {
       prefetch_bytes(static_cast<const char*>(x_.row(first + k)) + m0 * element, count * element);
     }
@@ -85,15 +92,18 @@ class GroupedWgrad final : public GemmProblem {
   void pack_b(const GemmKernel& kernel, const GemmGroup& group, int segment, int64_t n0,
               int64_t count, const KBlock& block, void* panels, int64_t panel_bytes, float* scales,
               int64_t scale_stride) const override {
-    const void* const* rows = rows_of(dy_, group, block);
+    const bool blocked = args_.dy_scale.given();
+    const void* const* rows = blocked ? nullptr : rows_of(dy_, group, block);
     char* out = static_cast<char*>(panels);
     for (int64_t k = 0; k < block.length; k += kScaleBlock) {
       const int64_t depth = std::min(kScaleBlock, block.length - k);
-      const void* const* source = rows + k;
+      const void* const* source = blocked ? nullptr : rows + k;
       int64_t offset = segment * n + n0;
       if (args_.fp8) {
         float* scale = scales + k / kScaleBlock * scale_stride;
-        source = quantized(source, depth, offset, count, scale);
+        source = blocked ? decoded(args_.dy, args_.dy_scale, group, block.begin + k, depth, segment,
+                                   n0, count, scale)
+                         : quantized(source, depth, offset, count, scale);
         offset = 0;
         std::fill(scale + count, scale + ceil_div(count, kernel.nr) * kernel.nr, 0.0f);
       }
@@ -107,13 +117,13 @@ class GroupedWgrad final : public GemmProblem {
 
   void prefetch_store(const GemmStrip& strip, int segment, int64_t j, int64_t cols) const override {
     for (int i = 0; i < strip.rows; ++i) {
-      const int64_t row = strip.group * args_.x.dims[1] + strip.m0 + i;
+      const int64_t row = strip.group * args_.dw[0].dims[1] + strip.m0 + i;
       prefetch_columns(args_.dw[segment], row, n, strip.n0 + j, cols);
     }
   }
 
   void store(const GemmStrip& strip) const override {
-    const int64_t kc = args_.x.dims[1];
+    const int64_t kc = args_.dw[0].dims[1];
     for (int s = 0; s < n_segments; ++s) {
       const Tensor& dw = args_.dw[s];
       for (int i = 0; i < strip.rows; ++i) {
@@ -126,7 +136,8 @@ class GroupedWgrad final : public GemmProblem {
   }
 
  private:
-  RowSource source(const ConstTensor& x, bool gather) const {
+  RowSource source(const ConstTensor& x, const ConstTensor& scale, bool gather) const {
+    if (scale.given()) return RowSource();
     return gather ? RowSource(x, args_.slot_of_row, args_.experts_per_token) : RowSource(x);
   }
 
@@ -153,7 +164,7 @@ class GroupedWgrad final : public GemmProblem {
     auto* codes = reinterpret_cast<uint16_t*>(inverse + count);              // [depth, count]
     const RowOps& ops = *kernels_.rows;
     for (int64_t i = 0; i < depth; ++i) {
-      if (args_.x.dtype == DType::kF32) {
+      if (dtype_ == DType::kF32) {
         std::memcpy(values + i * count, static_cast<const float*>(rows[i]) + offset, count * 4);
       } else {
         ops.bf16_to_f32(static_cast<const uint16_t*>(rows[i]) + offset, values + i * count, count);
@@ -167,6 +178,28 @@ class GroupedWgrad final : public GemmProblem {
     for (int64_t i = 0; i < depth; ++i) {
       ops.quantize_columns_to_bf16(values + i * count, inverse, codes + i * count, count);
       pointers[i] = codes + i * count;
+    }
+    return pointers;
+  }
+
+  // The same of an operand that comes quantised, for the expert's rows `row` .. row + depth - 1.
+  const void* const* decoded(const ConstTensor& codes, const ConstTensor& scales,
+                             const GemmGroup& group, int64_t row, int64_t depth, int64_t plane,
+                             int64_t offset, int64_t count, float* scale) const {
+    static thread_local Scratch scratch;
+    static thread_local const void* pointers[kScaleBlock];
+    auto* values = reinterpret_cast<uint16_t*>(scratch.reserve(depth * count * 2));
+    const int64_t planes = codes.dims[1], columns = codes.dims[2];
+    const int64_t block =
+        first_token_block(first_row_[group.index], group.index) + row / kScaleBlock;
+    const int64_t first = block * planes * columns, column = plane * columns + offset;
+    for (int64_t j = 0; j < count; ++j) scale[j] = scales.as<float>()[first + column + j];
+    for (int64_t i = 0; i < depth; ++i) {
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t at = first * kScaleBlock + token_block_byte(column + j, i);
+        values[i * count + j] = float_to_bf16(decode_e4m3(codes.as<uint8_t>()[at]));
+      }
+      pointers[i] = values + i * count;
     }
     return pointers;
   }
@@ -187,6 +220,7 @@ class GroupedWgrad final : public GemmProblem {
 
   const GroupedWgradArgs& args_;
   const KernelSet& kernels_;
+  const DType dtype_;  // of the operands that do not come quantised
   RowSource x_, dy_;
   std::vector<int64_t> first_row_;  // [E]
 };

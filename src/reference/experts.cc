@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/exception_status.h"
+#include "core/token_blocks.h"
 #include "dropless/quantize.h"
 #include "reference/activation.h"
 #include "reference/operand.h"
@@ -124,6 +125,21 @@ Status expert_down_backward(const ExpertDownBackwardArgs& args) try {
   if (args.dh_q.given()) {
     Status status = write_rows(dh, rows * parts, hidden, rounding, args.dh_q, args.dh_scale);
     if (!status.ok()) return status;
+  }
+  if (args.dh_columns.given()) {
+    const auto quantize = [&](const Values& values, int64_t planes, const Tensor& codes,
+                              const Tensor& scale) {
+      std::vector<uint16_t> rounded(values.size());
+      const Tensor narrow = {rounded.data(), DType::kBF16, 3, {rows, planes, hidden}};
+      for (size_t i = 0; i < values.size(); ++i) store(narrow, static_cast<int64_t>(i), values[i]);
+      for (int64_t e = 0; e < num_experts; ++e) {
+        const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
+        quantize_token_blocks(narrow, range, e, rounding, codes, scale);
+      }
+    };
+    quantize(dh, parts, args.dh_columns, args.dh_columns_scale);
+    quantize(pa, 1, args.pa_columns, args.pa_columns_scale);
+    return Status();
   }
   Status status = write_rows(dh, rows * parts, hidden, rounding, args.dh, Tensor());
   return status.ok() ? write_rows(pa, rows, hidden, rounding, args.pa, Tensor()) : status;

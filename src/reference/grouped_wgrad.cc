@@ -4,6 +4,7 @@
 #include "core/element.h"
 #include "core/exception_status.h"
 #include "core/index.h"
+#include "core/token_blocks.h"
 #include "dropless/grouped_gemm.h"
 #include "reference/quantize_block.h"
 
@@ -25,6 +26,22 @@ struct Operand {
       }
       for (int64_t i = 0; row >= 0 && i < width; ++i) {
         values[r * width + i] = load(source, row_index(row, i, width));
+      }
+    }
+  }
+
+  // What an operand that comes quantised stands for.
+  Operand(const ConstTensor& codes, const ConstTensor& scale, RowRange range, int64_t expert,
+          int64_t width)
+      : values(range.size() * codes.dims[1] * width) {
+    const int64_t planes = codes.dims[1], columns = codes.dims[2];
+    for (int64_t r = 0; r < range.size(); ++r) {
+      const int64_t first =
+          (first_token_block(range.begin, expert) + r / kScaleBlock) * planes * columns;
+      for (int64_t i = 0; i < planes * width; ++i) {
+        const int64_t column = i / width * columns + i % width;
+        const int64_t at = first * kScaleBlock + token_block_byte(column, r % kScaleBlock);
+        values[r * planes * width + i] = load(codes, at) * load(scale, first + column);
       }
     }
   }
@@ -53,19 +70,23 @@ struct Operand {
 
 Status grouped_wgrad(const GroupedWgradArgs& args) try {
   if (Status status = check(args); !status.ok()) return status;
-  const int64_t kc = args.x.dims[1];
+  const int64_t kc = args.dw[0].dims[1];
   const int64_t planes = args.dy.dims[1];  // P
-  const int64_t n = args.dy.dims[2];
+  const int64_t n = args.dw[0].dims[2];
   const int64_t num_experts = args.dw[0].dims[0];
-  const int64_t rows = args.gather == Gather::kLhs ? args.dy.dims[0] : args.x.dims[0];  // M
+  const int64_t rows =
+      args.gather == Gather::kNone ? args.x.dims[0] : args.slot_of_row.dims[0];  // M
   for (int64_t e = 0; e < num_experts; ++e) {
     const RowRange range = rows_of_expert(args.offsets.as<int32_t>(), e, rows);
-    Operand x(args.x, range, args.gather == Gather::kLhs, args, kc);
-    Operand dy(args.dy, range, args.gather == Gather::kRhs, args, planes * n);
-    if (args.fp8) {
-      x.quantize(kc, args.scale_rounding);
-      dy.quantize(planes * n, args.scale_rounding);
-    }
+    const auto operand = [&](const ConstTensor& source, const ConstTensor& scale, bool gather,
+                             int64_t operand_planes, int64_t width) {
+      if (scale.given()) return Operand(source, scale, range, e, width);
+      Operand found(source, range, gather, args, operand_planes * width);
+      if (args.fp8) found.quantize(operand_planes * width, args.scale_rounding);
+      return found;
+    };
+    const Operand x = operand(args.x, args.x_scale, args.gather == Gather::kLhs, 1, kc);
+    const Operand dy = operand(args.dy, args.dy_scale, args.gather == Gather::kRhs, planes, n);
     for (int64_t p = 0; p < planes; ++p) {
       for (int64_t i = 0; i < kc; ++i) {
         for (int64_t j = 0; j < n; ++j) {

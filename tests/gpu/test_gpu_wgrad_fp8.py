@@ -5,6 +5,9 @@ Every bit is equal. Skipped without a Hopper GPU.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import hopper_fp8
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,9 @@ from test_gpu_ops import GPU, assert_same_bits, normal, on_both
 
 from dropless import _library
 from dropless._call import call
+
+sys.path.append(str(Path(__file__).parent.parent / "python"))
+import fp8_columns
 
 pytestmark = pytest.mark.skipif(
     GPU is None or GPU.compute_capability != "9.0", reason="no Hopper GPU"
@@ -35,7 +41,7 @@ def wgrad(x, dy, slots, offsets, *, k, gather, dtype, rounding):
     return call(
         "grouped_wgrad",
         [(shape, dtype), (shape, dtype) if planes == 2 else None],
-        [x, dy, slots, offsets, None, None],
+        [x, None, dy, None, slots, offsets, None, None],
         workspace=(m, x.shape[1], planes, dy.shape[2], shape[0], gather, 1, x.dtype.itemsize),
         gather=gather,
         experts_per_token=k,
@@ -109,3 +115,14 @@ def test_workspace_is_m_and_a_block_an_expert():
     blocks = m // 128 + e
     want = blocks * (384 + 2 * 256) * (128 + 4)
     assert _library.workspace_bytes("grouped_wgrad", m, h, 2, i, e, 0, 1, 2) == want
+
+
+@pytest.mark.parametrize("widths", fp8_columns.WIDTHS, ids=str)
+@pytest.mark.parametrize("name", fp8_columns.GROUPS)
+def test_operands_quantised_where_they_are_made(name, widths):
+    fp8_columns.assert_same_gradients(name, widths, GPU)
+
+
+@pytest.mark.parametrize("options", [{"kind": 1, "pow2": 1}, {"kind": 2}, {"special": True}])
+def test_operands_quantised_where_they_are_made_other_values(options):
+    fp8_columns.assert_same_gradients("ragged", (272, 144), GPU, **options)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dropless
+import fp8_columns
 import oracle
 from dropless import _experts_fp8
 from dropless._experts import Spec, experts
@@ -79,3 +80,20 @@ def test_float8_h_through_bfloat16(precision):
         error = oracle.rms(np.float64(g) - np.float64(w)) / oracle.rms(w)
         assert error <= np.sqrt(2 * 2.0**-6) * 2.0**-3, f"{path}: {error:.2e}"
         assert path == "['y']" or error > 0, path
+
+
+@pytest.mark.parametrize("name", fp8_columns.GROUPS)
+def test_operands_of_weight_gradients_quantised_where_they_are_made(name):
+    cpu = jax.devices("cpu")[0]
+    fp8_columns.assert_same_gradients(name, (48, 144), cpu, pow2=1, special=name == "ragged")
+    fp8_columns.assert_same_gradients(name, (32, 112), cpu, kind=2)
+
+
+def test_a_gpus_weight_gradients_are_a_cpus():
+    cfg = dropless.MoEConfig(5, 2, 144, precision="fp8", wgrad_precision="fp8")
+    x, params, dy = oracle.layer_case(cfg, (61, 272), jnp.bfloat16)
+    routing = dropless.route(x.astype(jnp.float32) @ params["router"]["kernel"], cfg)
+    want = results(Spec.of(cfg, "fp8"), x, params, routing, dy)
+    got = results(Spec.of(cfg, "fp8", "gpu"), x, params, routing, dy)
+    for (path, g), (_, w) in zip(oracle.leaves(got), oracle.leaves(want), strict=True):
+        np.testing.assert_array_equal(g, w, err_msg=path)

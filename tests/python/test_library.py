@@ -286,7 +286,9 @@ def test_absent_row_map_of_no_rows_is_still_a_map():
     empty = jax.numpy.zeros((0,), jax.numpy.float32)
     dw, *_ = call(
         jax.numpy.ones((0, 3)),
+        empty,
         jax.numpy.ones((0, 1, 5)),
+        empty,
         jax.numpy.zeros((0,), jax.numpy.int32),
         jax.numpy.zeros((3,), jax.numpy.int32),
         empty,

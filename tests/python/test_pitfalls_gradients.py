@@ -173,7 +173,7 @@ def test_h3_counts_of_the_loss_are_those_of_the_dispatch():
 
 def fp8_wgrad(x, dy, offsets):
     shape = (offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    operands = [x, dy[:, None, :], None, offsets, None, None]
+    operands = [x, None, dy[:, None, :], None, None, offsets, None, None]
     results = [(shape, jnp.float32), None]
     attributes = {"gather": 0, "experts_per_token": 1, "fp8": 1, "scale_rounding": 0}
     workspace = (x.shape[0], x.shape[1], 1, dy.shape[1], shape[0], 0, 1, x.dtype.itemsize)

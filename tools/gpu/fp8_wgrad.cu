@@ -49,7 +49,7 @@ cuda::QuantizeColumnsArgs columns_args(const ConstTensor& x, const ConstTensor& 
 // Byte of (block, column, row) in the codes.
 __host__ __device__ inline int64_t code_at(int64_t row_columns, int64_t block, int64_t column,
                                            int row) {
-  return (block * row_columns + column) * kScaleBlock + ((row / 16) ^ (column % 8)) * 16 + row % 16;
+  return block * row_columns * kScaleBlock + token_block_byte(column, row);
 }
 
 void check_codes(const Case& c, DType dtype, int planes, int per_token, ScaleRounding rounding) {

@@ -9,6 +9,10 @@
 // read in the layout of the accumulators, and its place in shared memory takes dh's bf16 values.
 // The accumulators' registers, and as many again, take dh's fp32 values until their scales are
 // known.
+//
+// kColumns: for FP8 weight gradients, dh's bf16 values and pA are not stored but quantised in
+// blocks of the tile's rows and one column (tile/token_block_store.cuh). Then both warpgroups,
+// which share the columns, finish a tile together.
 #pragma once
 
 #include "cuda/kernels/epilogue_store.cuh"
@@ -16,24 +20,30 @@
 #include "cuda/tile/fp8_rows.cuh"
 #include "cuda/tile/fp8_tile.h"
 #include "cuda/tile/handoff.cuh"
+#include "cuda/tile/token_block_store.cuh"
 
 namespace dropless::cuda {
 
-template <ActivationKind kActivation>
+template <ActivationKind kActivation, bool kColumns>
 class DswigluFp8Epilogue {
  public:
   static constexpr int kMatrices = 1;
   static constexpr int kStorers = kNoStorers;
+  static constexpr bool kTogether = kColumns;
   // Of a warpgroup: h, then dh, of 64 rows (planes gate, up; two chunks of 64 columns a plane), and
   // pA (two chunks), then the codes of dh (one 64 x 128 a plane).
+  static constexpr int kWarpgroupBoxes = 6;
   template <class Tile>
-  static constexpr int kBoxes = 6;
+  static constexpr int kBoxes = kWarpgroupBoxes;
   struct Params {
     CUtensorMap h;               // planes gate, up of [M, I], boxes of 64 rows x 64 columns
     ResultMatrix dh;             // as h
     ResultMatrix dh_q;           // the same in e4m3; data is null if it is not wanted
     ResultMatrix pa;             // [M, I]
     float* dh_scale;             // [M, 2, ceil(I/128)]
+    BlockedResult dh_columns;    // kColumns only, in place of dh
+    BlockedResult pa_columns;    // kColumns only, in place of pa
+    const int32_t* offsets;      // [E+1]
     float* row_sums;             // [column tiles, M]
     const float* weights;        // [T, K]
     const int32_t* slot_of_row;  // [M]
@@ -50,7 +60,8 @@ class DswigluFp8Epilogue {
           boxes_(boxes),
           loaded_(loaded),
           thread_(threadIdx.x % kWarpgroup),
-          barrier_(kWarpgroupBarrier + warpgroup) {}
+          barrier_(kWarpgroupBarrier + warpgroup),
+          columns_(boxes - warpgroup * kWarpgroupBoxes * kChunkBytes, kWarpgroupBoxes, warpgroup) {}
 
     // Before the products: starts loading what the 64 rows need.
     __device__ __forceinline__ void prefetch(const RowTile& tile, int row, int rows) {
@@ -67,6 +78,11 @@ class DswigluFp8Epilogue {
       phase_ ^= 1;
       sync_after_stores();  // the codes' boxes take pA
       differentiate(gate, up, tile.col, row, rows);
+      if constexpr (kColumns) {
+        send_codes(gate, up, tile.col, row, rows);
+        send_columns(gate, up, tile, rows);
+        return;
+      }
       ptx::fence_proxy_async();
       sync();
 #pragma unroll
@@ -80,14 +96,17 @@ class DswigluFp8Epilogue {
       }
       if (params_.dh_q.data == nullptr) return;
       sync_after_stores();
-      quantise(gate, 0, tile.col, row, rows);
-      quantise(up, 1, tile.col, row, rows);
-      ptx::fence_proxy_async();
-      sync();
-#pragma unroll
-      for (int plane = 0; plane < 2; ++plane) {
-        send<uint8_t>(results() + plane * kChunkBytes, params_.dh_q, tile.col, row, plane, rows);
-      }
+      send_codes(gate, up, tile.col, row, rows);
+    }
+
+    // kColumns: this half of the tile has none, the other half has.
+    __device__ __forceinline__ void without_rows(const RowTile& tile, int) {
+      sync_after_stores();
+      columns_.add_nothing();
+      const int64_t block = block_of(tile);
+      columns_.scale(params_.dh_columns, params_.pa_columns, block, tile.col, params_.rounding);
+      columns_.write_nothing();
+      columns_.send(params_.dh_columns, params_.pa_columns, block, tile.col);
     }
 
     // Shared memory must outlive the stores that read it.
@@ -106,6 +125,58 @@ class DswigluFp8Epilogue {
       ptx::fence_proxy_async();
       finish();
       sync();
+    }
+
+    // dh in blocks of rows.
+    __device__ __forceinline__ void send_codes(const float (&gate)[fp8::kRowRegisters],
+                                               const float (&up)[fp8::kRowRegisters], int col,
+                                               int row, int rows) const {
+      quantise(gate, 0, col, row, rows);
+      quantise(up, 1, col, row, rows);
+      ptx::fence_proxy_async();
+      sync();
+#pragma unroll
+      for (int plane = 0; plane < 2; ++plane) {
+        send<uint8_t>(results() + plane * kChunkBytes, params_.dh_q, col, row, plane, rows);
+      }
+    }
+
+    // The tile's block of its expert's rows.
+    __device__ __forceinline__ int64_t block_of(const RowTile& tile) const {
+      const int first = min(max(__ldg(params_.offsets + tile.expert), 0), params_.rows);
+      return first_token_block(first, tile.expert) + (tile.row - first) / kFp8Block;
+    }
+
+    // dh and pA in blocks of columns, of their values in bf16.
+    __device__ __forceinline__ void send_columns(const float (&gate)[fp8::kRowRegisters],
+                                                 const float (&up)[fp8::kRowRegisters],
+                                                 const RowTile& tile, int rows) const {
+      TokenBlockStore::Fragment dh[2], pa;
+      const int first = thread_ / 32 * 16 + thread_ % 32 / 4;
+      const uint32_t kept_pa = ptx::shared_address(h(0));
+#pragma unroll
+      for (int group = 0; group < TokenBlockStore::kPairs / 4; ++group) {
+        uint32_t words[4];
+        ptx::ldmatrix_x4(kept_pa + fragment_offset(group), words);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) pa[group * 4 + m] = words[m];
+      }
+#pragma unroll
+      for (int i = 0; i < TokenBlockStore::kPairs; ++i) {
+        const uint32_t present = first + i % 2 * 8 < rows ? ~0u : 0;
+        dh[0][i] = ptx::pack_bf16(gate[2 * i], gate[2 * i + 1]) & present;
+        dh[1][i] = ptx::pack_bf16(up[2 * i], up[2 * i + 1]) & present;
+        pa[i] &= present;
+      }
+      columns_.add(0, dh[0]);
+      columns_.add(1, dh[1]);
+      columns_.add(2, pa);
+      const int64_t block = block_of(tile);
+      columns_.scale(params_.dh_columns, params_.pa_columns, block, tile.col, params_.rounding);
+      columns_.write(0, dh[0]);
+      columns_.write(1, dh[1]);
+      columns_.write(2, pa);
+      columns_.send(params_.dh_columns, params_.pa_columns, block, tile.col);
     }
 
     __device__ __forceinline__ void load_h(int col, int row) const {
@@ -129,21 +200,26 @@ class DswigluFp8Epilogue {
       }
     }
 
-    // gate: dA' -> dh_gate; up: dh_up. bf16 copies, and pA, go to shared memory.
+    // Of this lane's 16 bytes of the 16 columns `group` in a plane.
+    __device__ __forceinline__ uint32_t fragment_offset(int group) const {
+      const int lane = thread_ % 32, row = thread_ / 32 * 16 + lane % 16;
+      const int unit = group % 4 * 2 + lane / 16;
+      return group / 4 * kChunkBytes + row * 128 + ((unit ^ (row & 7)) << 4);
+    }
+
+    // gate: dA' -> dh_gate; up: dh_up. bf16 copies, and pA, go to shared memory; if kColumns, pA
+    // alone, in h_gate's place.
     __device__ __forceinline__ void differentiate(float (&gate)[fp8::kRowRegisters],
                                                   float (&up)[fp8::kRowRegisters], int col, int row,
                                                   int rows) const {
       const int lane = thread_ % 32;
-      const int fragment_row = thread_ / 32 * 16 + lane % 16;
-      const uint32_t row_offset = fragment_row * 128;
-      const uint32_t h_gate = ptx::shared_address(h(0)) + row_offset;
-      const uint32_t h_up = ptx::shared_address(h(1)) + row_offset;
-      const uint32_t out_pa = ptx::shared_address(results()) + row_offset;
+      const uint32_t h_gate = ptx::shared_address(h(0));
+      const uint32_t h_up = ptx::shared_address(h(1));
+      const uint32_t out_pa = kColumns ? h_gate : ptx::shared_address(results());
       float sum[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int group = 0; group < fp8::kRowRegisters / 8; ++group) {  // of 16 columns
-        const int unit = group % 4 * 2 + lane / 16;
-        const uint32_t offset = group / 4 * kChunkBytes + ((unit ^ (fragment_row & 7)) << 4);
+        const uint32_t offset = fragment_offset(group);
         uint32_t z[4], v[4], pa[4];
         ptx::ldmatrix_x4(h_gate + offset, z);
         ptx::ldmatrix_x4(h_up + offset, v);
@@ -164,11 +240,14 @@ class DswigluFp8Epilogue {
             a[side] = p * product;
           }
           pa[m] = ptx::pack_bf16(a[0], a[1]);
+          if constexpr (kColumns) continue;
           z[m] = ptx::pack_bf16(gate[group * 8 + m * 2], gate[group * 8 + m * 2 + 1]);
           v[m] = ptx::pack_bf16(up[group * 8 + m * 2], up[group * 8 + m * 2 + 1]);
         }
-        ptx::stmatrix_x4(h_gate + offset, z[0], z[1], z[2], z[3]);
-        ptx::stmatrix_x4(h_up + offset, v[0], v[1], v[2], v[3]);
+        if constexpr (!kColumns) {
+          ptx::stmatrix_x4(h_gate + offset, z[0], z[1], z[2], z[3]);
+          ptx::stmatrix_x4(h_up + offset, v[0], v[1], v[2], v[3]);
+        }
         ptx::stmatrix_x4(out_pa + offset, pa[0], pa[1], pa[2], pa[3]);
       }
       float* sums = params_.row_sums + static_cast<int64_t>(col / kFp8Block) * params_.rows + row;
@@ -212,13 +291,16 @@ class DswigluFp8Epilogue {
     uint64_t* const loaded_;
     const int thread_;
     const int barrier_;
+    const TokenBlockStore columns_;
     uint32_t phase_ = 0;
     float p_[2];
   };
 
   __device__ static void zero_row(const Params& params, int row, int lane) {
-    zero_bytes(params.dh.data + row * params.dh.row_bytes, params.dh.row_bytes, lane);
-    zero_bytes(params.pa.data + row * params.pa.row_bytes, params.pa.row_bytes, lane);
+    if constexpr (!kColumns) {
+      zero_bytes(params.dh.data + row * params.dh.row_bytes, params.dh.row_bytes, lane);
+      zero_bytes(params.pa.data + row * params.pa.row_bytes, params.pa.row_bytes, lane);
+    }
     if (params.dh_q.data == nullptr) return;
     zero_bytes(params.dh_q.data + row * params.dh_q.row_bytes, params.dh_q.row_bytes, lane);
     fp8::store_unit_scales(params.dh_scale + static_cast<int64_t>(row) * 2 * params.blocks,

@@ -247,12 +247,13 @@ class GroupedGemmFp8Sm90 {
     RowTile tile;
     for (int item = first_item(); tiles.find(item, tile); item += item_step()) {
       const int first = half_index * kChunk;
-      if (tile.rows <= first) {
-        ring_.drain(state, blocks, half_index, thread);
-        continue;
-      }
       const int row = tile.row + first, rows = min(tile.rows - first, kChunk);
       float acc[Tile::kCols / 2];
+      if (rows <= 0) {
+        ring_.drain(state, blocks, half_index, thread);
+        if constexpr (finishes_together()) epilogue.without_rows(tile, row);
+        continue;
+      }
       if constexpr (kHandsOver) {
         ring_.multiply(acc, state, blocks, half_index, thread);
         Epilogue::hand_over(params_.epilogue, acc, tile, row, rows, epilogue, thread);
@@ -263,6 +264,13 @@ class GroupedGemmFp8Sm90 {
       }
     }
     if constexpr (!kHandsOver) epilogue.finish();
+  }
+  // Whether the epilogue needs both halves of a tile, even one without rows.
+  static constexpr bool finishes_together() {
+    if constexpr (kHandsOver)
+      return false;
+    else
+      return Epilogue::kTogether;
   }
   __device__ __forceinline__ auto make_epilogue(int half_index) const {
     if constexpr (kHandsOver) {

@@ -57,8 +57,8 @@ __device__ inline TokenBlock find_token_block(const int32_t* offsets, int expert
   return {begin + skipped, max(0, min(offset_of(before) - begin - skipped, kBlock))};
 }
 
-// Where 8 codes (rows 8 group .. + 7 of a column) lie in the shared tile, in units of 8 bytes. Of
-// a column's eight 16-byte units, unit u lies at u ^ (column % 8) in device memory, which is the
+// Where 8 codes (positions 8 group .. + 7 of a column) lie in the shared tile, in units of 8 bytes.
+// Of a column's eight 16-byte units, unit u lies at u ^ (column % 8) in device memory, which is the
 // 128-byte swizzle that wgmma reads; in shared memory the pack is mixed in too, so that the 16
 // packs of a store fall into different banks.
 __device__ inline int code_slot(int column, int group) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kColumnsThreads, sizeof(T) == 2 ? 4 : 2)
   Pack<T, kPackSize> value[kColumnsGroupRows];
 #pragma unroll
   for (int r = 0; r < kColumnsGroupRows; ++r) {
-    const int row = source[group * kColumnsGroupRows + r];
+    const int row = source[token_block_row(group * kColumnsGroupRows + r)];
     value[r] = {};
     const T* from = p.x + (int64_t{row} * p.planes + plane) * p.width + column;
     if constexpr (kVector) {

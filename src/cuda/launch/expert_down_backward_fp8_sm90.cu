@@ -10,10 +10,15 @@ namespace {
 using Tile = Fp8Tile<128, 4, 1, 128>;
 
 // dA' = dy * down^T: down [E, I, H] is K-major as it lies.
-template <ActivationKind kActivation>
+BlockedResult blocked_result(const Tensor& codes, const Tensor& scale) {
+  return {static_cast<uint8_t*>(codes.data), scale.as<float>(), static_cast<int>(codes.dims[1]),
+          static_cast<int>(codes.dims[2])};
+}
+
+template <ActivationKind kActivation, bool kColumns>
 Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows, ConstTensor row_scale,
                       float* row_sums, Stream stream) {
-  using Epilogue = DswigluFp8Epilogue<kActivation>;
+  using Epilogue = DswigluFp8Epilogue<kActivation, kColumns>;
   const int64_t m = rows.dims[0], width = args.down.dims[1];
   using Kernel = GroupedGemmFp8Sm90<Tile, Epilogue>;
   typename Kernel::Params params = {};
@@ -28,10 +33,15 @@ Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows, Cons
   auto& epilogue = params.epilogue;
   MatrixStack h = {args.h.data, DType::kBF16, width, m, 2, 4 * width, 2 * width};
   DROPLESS_RETURN_IF_ERROR(encode_tensor_map(h, kChunk, "h", &epilogue.h));
-  h.data = args.dh.data;
-  DROPLESS_RETURN_IF_ERROR(make_result(h, "dh", &epilogue.dh));
-  DROPLESS_RETURN_IF_ERROR(
-      make_result(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &epilogue.pa));
+  if constexpr (kColumns) {
+    epilogue.dh_columns = blocked_result(args.dh_columns, args.dh_columns_scale);
+    epilogue.pa_columns = blocked_result(args.pa_columns, args.pa_columns_scale);
+  } else {
+    h.data = args.dh.data;
+    DROPLESS_RETURN_IF_ERROR(make_result(h, "dh", &epilogue.dh));
+    DROPLESS_RETURN_IF_ERROR(
+        make_result(dense_stack(args.pa.data, DType::kBF16, 1, m, width), "pa", &epilogue.pa));
+  }
   if (args.dh_q.given()) {
     const MatrixStack q = {args.dh_q.data, DType::kF8E4M3, width, m, 2, 2 * width, width};
     DROPLESS_RETURN_IF_ERROR(make_result(q, "dh_q", &epilogue.dh_q));
@@ -40,10 +50,19 @@ Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows, Cons
   epilogue.row_sums = row_sums;
   epilogue.weights = args.weights.as<float>();
   epilogue.slot_of_row = args.slot_of_row.as<int32_t>();
+  epilogue.offsets = args.offsets.as<int32_t>();
   epilogue.rows = static_cast<int>(m);
   epilogue.blocks = static_cast<int>(ceil_div(width, kScaleBlock));
   epilogue.rounding = args.scale_rounding;
   return launch_fp8_product<Tile, Epilogue>(params, stream);
+}
+
+template <ActivationKind kActivation>
+Status launch_product(const ExpertDownBackwardArgs& args, ConstTensor rows, ConstTensor row_scale,
+                      float* row_sums, Stream stream) {
+  return args.dh_columns.given()
+             ? launch_product<kActivation, true>(args, rows, row_scale, row_sums, stream)
+             : launch_product<kActivation, false>(args, rows, row_scale, row_sums, stream);
 }
 
 Status launch_d_weights(const ExpertDownBackwardArgs& args, ConstTensor rows, ConstTensor row_scale,

@@ -16,8 +16,14 @@ Status grouped_wgrad_fp8(const GroupedWgradArgs& args, int64_t rows, const Tenso
       "grouped_wgrad", workspace, grouped_wgrad_workspace_bytes(args), kWorkspaceAlignment));
   const int64_t experts = args.dw[0].dims[0];
   auto* next = static_cast<uint8_t*>(workspace.data);
-  const auto quantize = [&](const ConstTensor& operand, int64_t planes, int64_t width, bool gather,
-                            const uint8_t** codes, const float** scales) {
+  const auto quantize = [&](const ConstTensor& operand, const ConstTensor& scale, int64_t planes,
+                            int64_t width, bool gather, const uint8_t** codes,
+                            const float** scales) {
+    if (scale.given()) {
+      *codes = static_cast<const uint8_t*>(operand.data);
+      *scales = scale.as<float>();
+      return Status();
+    }
     const BlockedOperand blocked(rows, experts, planes, width);
     QuantizeColumnsArgs columns;
     columns.x = operand;
@@ -38,9 +44,9 @@ Status grouped_wgrad_fp8(const GroupedWgradArgs& args, int64_t rows, const Tenso
     return quantize_columns(columns, stream);
   };
   WgradFp8Scratch scratch;
-  DROPLESS_RETURN_IF_ERROR(quantize(args.x, 1, args.x.dims[1], args.gather == Gather::kLhs,
-                                    &scratch.x, &scratch.x_scale));
-  DROPLESS_RETURN_IF_ERROR(quantize(args.dy, args.dy.dims[1], args.dy.dims[2],
+  DROPLESS_RETURN_IF_ERROR(quantize(args.x, args.x_scale, 1, args.dw[0].dims[1],
+                                    args.gather == Gather::kLhs, &scratch.x, &scratch.x_scale));
+  DROPLESS_RETURN_IF_ERROR(quantize(args.dy, args.dy_scale, args.dy.dims[1], args.dw[0].dims[2],
                                     args.gather == Gather::kRhs, &scratch.dy, &scratch.dy_scale));
   return launch_grouped_wgrad_fp8_sm90(args, rows, scratch, 0, stream);
 }
@@ -58,7 +64,7 @@ Status grouped_wgrad(const GroupedWgradArgs& args, Tensor workspace, Stream stre
     DROPLESS_RETURN_IF_ERROR(choose_path("grouped_wgrad", args.x.dtype,
                                          {args.x, args.dy, args.dw[0], args.dw[1]}, &path));
   }
-  const int64_t rows = (args.gather == Gather::kLhs ? args.dy : args.x).dims[0];
+  const int64_t rows = args.gather == Gather::kNone ? args.x.dims[0] : args.slot_of_row.dims[0];
   DROPLESS_RETURN_IF_ERROR(check_count("grouped_wgrad", "M", rows));
   if (rows == 0) {
     if (args.accumulate) return Status();

@@ -15,7 +15,7 @@ Status launch_grouped_wgrad_fp8_tile(const GroupedWgradArgs& args, int64_t depth
                                      const WgradFp8Scratch& scratch, Stream stream) {
   using Kernel = GroupedWgradFp8Sm90<Tile, Out, kAccumulate>;
   const int64_t experts = args.dw[0].dims[0];
-  const int64_t rows = args.x.dims[1], planes = args.dy.dims[1], cols = args.dy.dims[2];
+  const int64_t rows = args.dw[0].dims[1], cols = args.dw[0].dims[2], planes = args.dy.dims[1];
   GroupedWgradFp8Params params = {};
   params.x = scratch.x;
   params.x_scale = scratch.x_scale;

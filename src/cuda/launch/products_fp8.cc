@@ -137,6 +137,12 @@ Status expert_down_backward_fp8(const ExpertDownBackwardArgs& args, Tensor works
   }
   DROPLESS_RETURN_IF_ERROR(check_workspace(
       op, workspace, expert_down_backward_workspace_bytes(args), kWorkspaceAlignment));
+  if (args.dh_columns.given() &&
+      !(is_aligned(args.dh_columns.data, 16) && is_aligned(args.pa_columns.data, 16))) {
+    return Status(StatusCode::kInvalidArgument,
+                  "expert_down_backward: dh_columns and pa_columns must start at multiples of 16"
+                  " bytes");
+  }
   GatheredRows dy;
   DROPLESS_RETURN_IF_ERROR(gather_rows(args.dy, args.dy_scale, args.slot_of_row,
                                        args.weights.dims[1], workspace, stream, &dy));

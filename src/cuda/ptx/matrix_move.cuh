@@ -15,6 +15,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, uint32_t r0, 
       : "memory");
 }
 
+// The same with each matrix transposed: the row at an address receives a column.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t smem_address,
+                                                       const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+
 // The reverse: register i of lane l gets row l / 4, columns 2(l % 4) + {0, 1} of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t smem_address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,6 +66,25 @@ __device__ __forceinline__ uint4 load_shared_words(uint32_t smem_address) {
                : "r"(smem_address)
                : "memory");
   return value;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t smem_address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(smem_address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t smem_address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem_address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_word(uint32_t smem_address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_words(uint32_t smem_address, uint32_t a, uint32_t b) {

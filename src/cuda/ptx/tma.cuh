@@ -54,6 +54,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* sm
       : "memory");
 }
 
+// `bytes` contiguous bytes of shared memory -> `to`, all three multiples of 16.
+__device__ __forceinline__ void bulk_store(void* to, const void* smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(smem)), "r"(bytes)
+               : "memory");
+}
+
 // Adds the box to global memory, element by element.
 __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* smem, int column,
                                         int row, int plane) {
