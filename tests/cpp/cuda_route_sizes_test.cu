@@ -1,7 +1,10 @@
 // The router on the GPU against the reference: sizes, single floats, repeats, padding, graphs.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "core/router_math.h"
 #include "cuda/kernels/route.cuh"
