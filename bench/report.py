@@ -28,6 +28,18 @@ def machine(environment: dict) -> str:
     return f"{device}, jax {environment['jax']}, {environment['date'][:10]}"
 
 
+def milliseconds(time: dict) -> str:
+    return f"{time['median_ms']:.1f}" if time["median_ms"] < 1000 else f"{time['median_ms']:.0f}"
+
+
+def operands(precision: str, key: str) -> str:
+    """What a variant of our layer multiplies, from its name in a result file."""
+    words = key.split("_")[1:]  # dropless_fp8_prepared
+    kind = "fp8" if "fp8" in words else precision
+    rest = {"prepared": "experts prepared before", "zipf": "zipf", "params": "float32 parameters"}
+    return ", ".join([kind, *(rest[word] for word in words if word in rest)])
+
+
 def layer_table(path: Path) -> str:
     """The layer benchmark of one file as Markdown."""
     data = json.loads(path.read_text())
@@ -43,17 +55,19 @@ def layer_table(path: Path) -> str:
     ]
     for row in data["layer"]:
         times = row["times"]
-        ragged = times.get("ragged_dot")
-        cells = (
-            row["shape"]["name"] + ("" if row["routing"] == "uniform" else ", " + row["routing"]),
-            row["precision"],
-            f"{times['dropless']['median_ms']:.1f}",
-            f"{row['tflops']:.3g}",
-            f"{times['dense_ffn']['median_ms']:.1f}",
-            f"{times['six_gemms']['median_ms']:.1f}",
-            "-" if ragged is None else f"{ragged['median_ms']:.0f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+        name = row["shape"]["name"] + ("" if row["routing"] == "uniform" else ", " + row["routing"])
+        peers = [times.get(peer) for peer in ("dense_ffn", "six_gemms", "ragged_dot")]
+        work = row["tflops"] * times["dropless"]["median_ms"]
+        for key in (key for key in times if key.startswith("dropless")):
+            ours = times[key]["median_ms"]
+            cells = (
+                name,
+                operands(row["precision"], key),
+                milliseconds(times[key]),
+                f"{work / ours:.3g}",
+                *("-" if peer is None else milliseconds(peer) for peer in peers),
+            )
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
