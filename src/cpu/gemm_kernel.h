@@ -21,6 +21,9 @@ struct GemmKernel {
   int mr;
   int nr;
   int k_step;
+  // Rows of B packed at a time when they run along n, a multiple of k_step: few rows are few
+  // streams from memory, many are fewer calls.
+  int pack_rows;
   int64_t k_block;    // depth after which the driver starts a new block of packed operands
   int element_bytes;  // of one packed element
   // Whether asking for a result's lines between the tiles pays: it does beside a float tile, which

@@ -51,6 +51,8 @@ struct PairStep {
 
 // 256 columns of B over this depth are 1 MiB, half of a second-level cache.
 constexpr int64_t kKBlock = 2048;
+// Operations on groups of 64 rows took 8 to 13 % longer with 8.
+constexpr int kPackRows = 32;
 
 }  // namespace
 
@@ -58,6 +60,7 @@ const GemmKernel kAvx512DotBf16Kernel = {"avx512_bf16",
                                          kMr,
                                          kNr,
                                          2,
+                                         kPackRows,
                                          kKBlock,
                                          2,
                                          true,

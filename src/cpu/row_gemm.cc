@@ -12,12 +12,6 @@
 namespace dropless::cpu {
 namespace {
 
-// Rows of B packed at a time when they run along n, or k_step if that is more. What the panels side
-// by side read of them stays in the first-level cache for the last panel, and few rows are few
-// streams: the weights of small groups come from memory, where 32 rows at once took 1.5 times as
-// long as 8.
-constexpr int64_t kPackRows = 8;
-
 constexpr int64_t kMaxPanelRows = 64;  // mr or nr of any kernel
 
 int64_t row_elements(const ConstTensor& x) {
@@ -139,7 +133,7 @@ void RowGemm::pack_b(const GemmKernel& kernel, const GemmGroup& group, int segme
                                out + j / kernel.nr * panel_bytes);
     }
   } else {
-    const int64_t together = std::max<int64_t>(kPackRows, kernel.k_step);
+    const int64_t together = kernel.pack_rows;
     for (int64_t k = 0; k < block.length; k += together) {
       const int64_t depth = std::min(together, block.length - k);
       for (int64_t i = 0; i < depth; ++i) rows[i] = matrix + (block.begin + k + i) * n * element;
