@@ -89,8 +89,8 @@ void launch_place(const PlaceRowsParams& p, Stream stream) {
 
 // `terms`: null, or whose sums the logits will be.
 template <class T>
-Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const Tensor& workspace,
-                    Stream stream) {
+Status launch_route(const char* op, const RouteArgs& args, const RouteOfTermsArgs* terms,
+                    const Tensor& workspace, Stream stream) {
   const int64_t tokens = args.logits.dims[0];
   const int64_t num_experts = args.logits.dims[1];
   const RoutingChunks cut = routing_chunks(tokens);
@@ -138,7 +138,7 @@ Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const 
           return launch(Kind<RouterKind::kAny>{});
       }
     });
-    DROPLESS_RETURN_IF_ERROR(launch_status("route"));
+    DROPLESS_RETURN_IF_ERROR(launch_status(op));
   }
   PlaceRowsParams place =
       place_params(args.plan, p.ids, tokens, args.ids.dims[1], args.capacity, workspace);
@@ -149,11 +149,12 @@ Status launch_route(const RouteArgs& args, const RouteOfTermsArgs* terms, const 
   place.sums = args.sums.as<float>();
   place.counters = args.counters.as<int32_t>();
   launch_place(place, stream);
-  return launch_status("route");
+  return launch_status(op);
 }
 
 template <class T>
-Status launch_route_backward(const RouteBackwardArgs& args, const TermsOut& terms, Stream stream) {
+Status launch_route_backward(const char* op, const RouteBackwardArgs& args, const TermsOut& terms,
+                             Stream stream) {
   RouteBackwardParams<T> p;
   p.options = args.options;
   p.logits = args.logits.as<T>();
@@ -174,51 +175,54 @@ Status launch_route_backward(const RouteBackwardArgs& args, const TermsOut& term
         <<<static_cast<unsigned>(ceil_div(p.tokens, kWarps)), kBlock,
            kWarps * p.num_experts * sizeof(float), stream>>>(p);
   });
-  return launch_status("route_backward");
+  return launch_status(op);
 }
 
-Status run_route_backward(const RouteBackwardArgs& args, const TermsOut& terms, Stream stream) {
-  DROPLESS_RETURN_IF_ERROR(check_limits("route_backward", args.logits.dims[1], args.ids.dims[1]));
+Status run_route_backward(const char* op, const RouteBackwardArgs& args, const TermsOut& terms,
+                          Stream stream) {
+  DROPLESS_RETURN_IF_ERROR(check_limits(op, args.logits.dims[1], args.ids.dims[1]));
   return args.logits.dtype == DType::kBF16
-             ? launch_route_backward<__nv_bfloat16>(args, terms, stream)
-             : launch_route_backward<float>(args, terms, stream);
+             ? launch_route_backward<__nv_bfloat16>(op, args, terms, stream)
+             : launch_route_backward<float>(op, args, terms, stream);
 }
 
-Status check_route(const RouteArgs& args, const Tensor& workspace) {
-  DROPLESS_RETURN_IF_ERROR(check_limits("route", args.logits.dims[1], args.ids.dims[1]));
+Status check_route(const char* op, const RouteArgs& args, const Tensor& workspace) {
+  DROPLESS_RETURN_IF_ERROR(check_limits(op, args.logits.dims[1], args.ids.dims[1]));
   if (args.options.num_groups > kWarpSize) {
     return Status(StatusCode::kUnimplemented,
-                  "route: the CUDA backend takes at most " + std::to_string(kWarpSize) +
-                      " groups (num_groups), got " + std::to_string(args.options.num_groups));
+                  std::string(op) + ": the CUDA backend takes at most " +
+                      std::to_string(kWarpSize) + " groups (num_groups), got " +
+                      std::to_string(args.options.num_groups));
   }
-  return check_workspace("route", workspace, route_workspace_bytes(args), 4);
+  return check_workspace(op, workspace, route_workspace_bytes(args), 4);
 }
 
 }  // namespace
 
 Status route(const RouteArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  DROPLESS_RETURN_IF_ERROR(check_route(args, workspace));
+  DROPLESS_RETURN_IF_ERROR(check_route("route", args, workspace));
   return args.logits.dtype == DType::kBF16
-             ? launch_route<__nv_bfloat16>(args, nullptr, workspace, stream)
-             : launch_route<float>(args, nullptr, workspace, stream);
+             ? launch_route<__nv_bfloat16>("route", args, nullptr, workspace, stream)
+             : launch_route<float>("route", args, nullptr, workspace, stream);
 }
 
 Status route_of_terms(const RouteOfTermsArgs& args, Tensor workspace, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  DROPLESS_RETURN_IF_ERROR(check_route(args.route, workspace));
-  return launch_route<float>(args.route, &args, workspace, stream);
+  DROPLESS_RETURN_IF_ERROR(check_route("route_of_terms", args.route, workspace));
+  return launch_route<float>("route_of_terms", args.route, &args, workspace, stream);
 }
 
 Status route_backward(const RouteBackwardArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  return run_route_backward(args, {}, stream);
+  return run_route_backward("route_backward", args, {}, stream);
 }
 
 Status route_backward_to_terms(const RouteBackwardToTermsArgs& args, Tensor, Stream stream) {
   DROPLESS_RETURN_IF_ERROR(check(args));
-  return run_route_backward(
-      args.route, {args.d_terms.as<__nv_bfloat16>(), args.d_pairs.as<__nv_bfloat16>()}, stream);
+  return run_route_backward("route_backward_to_terms", args.route,
+                            {args.d_terms.as<__nv_bfloat16>(), args.d_pairs.as<__nv_bfloat16>()},
+                            stream);
 }
 
 Status plan(const PlanArgs& args, Tensor workspace, Stream stream) {
