@@ -163,7 +163,7 @@ def test_replicated_x_is_computed_everywhere(kind, ambient):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prepared_experts_under_a_mesh(kind, dtype):
-    # In FP8 weight gradients 128 rows of an expert share a scale, and each device has rows of its own.
+    # In FP8 weight gradients 128 rows of an expert share a scale; each device has rows of its own.
     cfg = dataclasses.replace(CONFIG, precision="fp8", wgrad_precision="bf16")
     x, params, dy = case()
     x, dy = x.astype(dtype), dy.astype(dtype)
