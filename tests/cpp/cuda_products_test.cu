@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cuda/launch/products_sm80.h"
+#include "dropless/sm_limit.h"
 #include "tests/cpp/support/device.h"
 #include "tests/cpp/support/expert_products.h"
 #include "tests/cpp/support/grouped_products.h"
@@ -238,6 +239,25 @@ TEST_P(CudaProducts, SizesAroundTilesAndStages) {
     const Groups groups{"tiles", {127, 1, 129, 128, 0, 2}, 2, 3};
     expect_all(groups, width, 129, which++, rng);
     expect_all(groups, 40, width, which++, rng);
+  }
+}
+
+// Blocks that work through many tiles, and begin the next one before the last has left: with as few
+// multiprocessors as there may be, where small sizes would give each block a tile.
+TEST_P(CudaProducts, BlocksOfManyTiles) {
+  const cuda::SmLimit limit(2);
+  Rng rng(9);
+  // Contractions of the weights' gradients: none, fewer steps than a ring has stages, and more.
+  const Groups groups{"blocks", {65, 0, 1, 290, 129, 0, 4}, 3, 5};
+  int which = 0;
+  for (const auto& [width, hidden] : {std::pair<int64_t, int64_t>{312, 264},  // of 16 bytes
+                                      {64, 520},
+                                      {520, 72},
+                                      {262, 282},  // of 4
+                                      {269, 295},
+                                      {1, 523},
+                                      {523, 1}}) {
+    expect_all(groups, width, hidden, which++, rng);
   }
 }
 
