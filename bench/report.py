@@ -86,6 +86,7 @@ def roofline(path: str) -> None:
     intensity = [2.0 ** (i / 8) for i in range(40, 89)]  # 32 to 2048
     roof = [min(peak, rate * x * 1e-12) for x in intensity]
     axes.plot(intensity, roof, color="black", label="copy, and one dense product, as measured")
+    labels: dict[tuple[int, int], tuple[float, float, list[str]]] = {}
     for row in layers["layer"]:
         if row["routing"] != "uniform" or row["precision"] != "bf16":
             continue
@@ -94,8 +95,12 @@ def roofline(path: str) -> None:
         x = shape.flops / shape.bytes
         axes.plot(x, row["tflops"], "o", color="tab:blue")
         axes.plot(x, shape.flops / dense / 1e9, "_", color="tab:orange", markersize=12)
+        # Shapes of the same proportions lie on one spot, too close for a label each.
+        spot = (round(x / 8), round(row["tflops"] / 8))
+        labels.setdefault(spot, (x, row["tflops"], []))[2].append(shape.name.split("-")[0])
+    for x, tflops, names in labels.values():
         axes.annotate(
-            shape.name, (x, row["tflops"]), xytext=(4, -10), textcoords="offset points", fontsize=8
+            ", ".join(names), (x, tflops), xytext=(6, -4), textcoords="offset points", fontsize=8
         )
     axes.plot([], [], "o", color="tab:blue", label="layer, forward and backward")
     axes.plot([], [], "_", color="tab:orange", label="D, the dense GEMMs of the same FLOPs")
